@@ -6,13 +6,12 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard
+from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 
 
@@ -52,7 +51,7 @@ def shard_with_optimizers(
     for group, _ in held:
         group["params"] = []
     shard(model)
-    model.register_forward_hook(_reshard_after_evaluation)
+    reshard_after_evaluations(model)
     parameters = dict(model.named_parameters())
     for group, in_group in held:
         group["params"] = [parameters[name] for name in in_group]
@@ -93,9 +92,3 @@ def wrap_forward(
 
     vars(model)["_original_forward"] = original
     vars(model)["forward"] = MethodType(convert_outputs_to_fp32(forward) if returns_float32 else forward, model)
-
-
-def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
-    """Reshard after an evaluation, so that code that averages or swaps weights finds the optimizer's parameters."""
-    if not torch.is_grad_enabled():
-        reshard(model)

@@ -164,6 +164,22 @@ def reshard(model: nn.Module) -> None:
         part.reshard()
 
 
+def reshard_after_evaluations(model: nn.Module) -> None:
+    """Reshard a model, or the sharded modules in it, after each forward without gradients.
+
+    FSDP2 keeps the parameters of its root gathered until a backward. Code that averages, swaps or writes weights after
+    an evaluation would find these instead of the ones that the optimizer holds, and what it writes would be dropped.
+    """
+    for part in outermost([part for part in model.modules() if isinstance(part, FSDPModule)]):
+        if _reshard_after_evaluation not in part._forward_hooks.values():  # pyright: ignore[reportPrivateUsage]
+            part.register_forward_hook(_reshard_after_evaluation)
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
+    if not torch.is_grad_enabled():
+        reshard(model)
+
+
 @contextmanager
 def without_replica_sync(model: nn.Module) -> Generator[None]:
     """Skip the all-reduce between replicas in backward.

@@ -114,6 +114,12 @@ def check_next_step(model: nn.Module) -> None:
         watch.num_checked_steps = 1
 
 
+def reshard_gathered(model: nn.Module) -> None:
+    """Reshard the units of a model that a forward without a backward has left gathered; cheap if there are none."""
+    for watch in _watches_of(model):
+        watch.reshard()
+
+
 class UnitTrace:
     """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
@@ -188,10 +194,10 @@ class UnitTrace:
         """Whether the parameters of any unit are gathered."""
         return any(unit.is_gathered for unit in self._units)
 
-    def reshard(self, shards: Container[int]) -> None:
-        """Reshard the units whose shards are among `shards`, by `id`."""
+    def reshard(self, shards: Container[int] | None = None) -> None:
+        """Reshard the units that are gathered: all, or those whose shards are among `shards`, by `id`."""
         for unit in self._units:
-            if unit.is_gathered and any(id(each.shard) in shards for each in unit.parameters):
+            if unit.is_gathered and (shards is None or any(id(each.shard) in shards for each in unit.parameters)):
                 unit.reshard()
 
     def forget(self) -> None:

@@ -37,7 +37,7 @@ from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, Sta
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.parallel.hsdp import fsdp_units
+from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
@@ -342,6 +342,7 @@ class Session:
             )
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
+        reshard_after_evaluations(model)
         self._scheduled += [
             weakref.ref(optimizer) for optimizer in map(_optimizer_of, _listed(schedulers)) if optimizer
         ]

@@ -25,6 +25,7 @@ from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, sav
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
+from hyperpod_plugins.parallel.unit_watch import reshard_gathered
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
@@ -319,6 +320,7 @@ class TrainedState:
 
     def begin_run(self) -> None:
         """Note that what precedes the step in its body has run."""
+        reshard_gathered(self.model)  # by a forward of the last body, or before the loop; snapshots hold shards
         self._put_back_parameters()
         self._runs = True
         if self.local is not None and self._module_start is not None:

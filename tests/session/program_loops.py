@@ -253,6 +253,28 @@ def decays():
     finish(session, net)
 
 
+def evaluates():
+    """Its body computes with the model, at first without gradients, and leaves the last forward without a backward."""
+    session, net, loader = make(recovery=RecoveryOptions(snapshot_every_steps=2))
+    session.state["found"] = []
+    for step in session.steps(loader, epochs=2):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            step.run(loss_of)
+            net.eval()
+            with torch.no_grad():
+                net(torch.ones(1, 8))
+                net[0].weight.mul_(0.9)
+            faults.at("between", step.index)
+            session.state["found"].append(float(net(torch.ones(1, 8)).sum()))
+            net.train()
+    finish(session, net, program=dict(session.state))
+
+
 def alone():
     """The first rank alone keeps a record, after the step."""
     session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(snapshot_every_steps=2))

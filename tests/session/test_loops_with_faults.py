@@ -156,6 +156,14 @@ def test_parameters_that_a_body_writes_before_the_step(after, tmp_path):
     assert after or "return to the snapshot" not in found.output
 
 
+def test_a_body_that_computes_with_the_model(tmp_path):
+    """Snapshots are taken where it has left parameters gathered, and ranks are lost while they are."""
+    faults = [["compute", 4, 1, "kill"], ["between", 9, 0, "kill"], ["between", 14, 3, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "evaluates"), run(tmp_path / "found", "evaluates", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), wanted.output[-3000:] + found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
 def test_what_one_rank_alone_writes_after_a_step_costs_the_others_no_step(tmp_path):
     faults = [["compute", 5, 3, "kill"], ["compute", 9, 1, "kill"], ["begun", 13, 3, "kill"]]
     wanted, found = run(tmp_path / "wanted", "alone"), run(tmp_path / "found", "alone", faults)

@@ -129,6 +129,22 @@ def test_micro_steps_and_a_last_step_that_is_smaller(session):
     assert first.shape == (WIDTH, WIDTH)
 
 
+def test_weights_that_a_body_writes_after_an_evaluation(session):
+    losses = []
+    for evaluates in (False, True):
+        trained = Trained(session)
+        losses.append([])
+        for step in session.steps(trained.loader()):
+            with step:
+                losses[-1].append(float(step.run(trained.loss)))
+                with torch.no_grad():
+                    if evaluates:
+                        trained.model(trained.data)
+                    for each in trained.model.parameters():
+                        each.mul_(0.5)
+    assert losses[0] == losses[1]
+
+
 def test_limits_and_a_loop_that_is_left(session):
     trained = Trained(session)
     steps = [step.index for step in map(run_empty(trained), session.steps(trained.loader(), epochs=9, max_steps=3))]
