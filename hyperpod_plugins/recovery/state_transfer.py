@@ -12,7 +12,7 @@ rank from which all continue.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,8 +95,19 @@ class TrainingState:
             "optimizers": described,
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
+            "frozen": self.frozen,
         }
         return pack(header)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained at present; a program may change that while it trains."""
+        return [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Let these parameters not be trained, and all others."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name not in names)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
@@ -126,6 +137,7 @@ class TrainingState:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(_typed(parts[name], tensor))
+        self.freeze(described["frozen"])
 
     def checkpoint_parts(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
         """The recorded states of several ranks as parts of a checkpoint of this model, under its names.
@@ -247,6 +259,7 @@ class TrainingState:
                         tensor.copy_(_typed(part, tensor))
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
+        self.freeze(described["frozen"])
 
     def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Create the optimizer state that the header describes, and return all tensors to be filled."""

@@ -561,7 +561,7 @@ class TrainedState:
         parts = self.tensors.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         own = {rank: {"local": each.local, "layout": self._layout} for rank, each in described.items()}
         first, position = next(iter(described.items()))
-        extra = {"loop": replace(position, local={}).to_dict(), "own": own[first]}
+        extra = {"loop": replace(position, local={}).to_dict(), "own": own[first], "frozen": self.tensors.frozen}
         self._prepared_writer.save_parts(path, parts, model=self.model, extra=extra, rank_state=own)
 
     @property
@@ -575,7 +575,8 @@ class TrainedState:
     def write(self, path: str | Path, position: Position) -> None:
         """Write a checkpoint. All ranks must call this."""
         own = {"local": self.local_state, "layout": self._layout}
-        extra = {"loop": position.to_dict(), "own": own}  # of rank 0; if they differ, each rank adds its own
+        # "own" is that of rank 0; if they differ, each rank adds its own
+        extra = {"loop": position.to_dict(), "own": own, "frozen": self.tensors.frozen}
         of_ranks = {dist.get_rank(): own}
         self._prepared_writer.save(
             path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks
@@ -591,8 +592,10 @@ class TrainedState:
         """
         extra = load_checkpoint(path, model=self.model, optimizers=self.optimizers)
         position = Position(**extra["loop"])
-        if is_of_another_job:  # its model may have other modules, and this program sets their modes itself
+        if is_of_another_job:  # of perhaps other modules; this program sets their modes, and what is trained, itself
             position = replace(position, modes=())
+        else:
+            self.tensors.freeze(extra["frozen"])
         self.load_position(position)
         with raise_on_all_ranks(f"the rank-local state in {path} was not loaded", default_group()):
             own, ranks, rank = extra.get("own", {}), saved_ranks(Path(path)), dist.get_rank()

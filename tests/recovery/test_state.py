@@ -184,6 +184,16 @@ def test_room_in_a_compiled_module():
     assert_same(values(other, others), values(model, optimizer))
 
 
+def test_parameters_that_a_program_has_frozen_or_trains_by_now():
+    (model, _, state), (other, _, taken) = build(1), build(2)
+    model.small.requires_grad_(False)
+    other.large.requires_grad_(False)
+    data = torch.empty(state.num_bytes(), dtype=torch.uint8)
+    state.copy_to(data)
+    taken.copy_from(state.header(), data, "rank 0")
+    assert taken.frozen == ["small"]
+
+
 def widen(model):
     model.small = nn.Parameter(torch.randn(4, 7))
 
