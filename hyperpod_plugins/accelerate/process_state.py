@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.accelerate.compat import AcceleratorState, DistributedType, PartialState
-from hyperpod_plugins.comm import CommOptions, ResilientProcessGroup, join_world
+from hyperpod_plugins.comm import CommOptions, join_world
+from hyperpod_plugins.comm.groups import has_joined
 from hyperpod_plugins.env import WorkerEnv, accelerate_variables
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
@@ -58,13 +59,7 @@ def join(comm: CommOptions, timeout_s: float) -> None:
     Raises:
         ConfigError: the process already belongs to a group with another backend.
     """
-    if dist.is_initialized():
-        if not isinstance(dist.group.WORLD, ResilientProcessGroup):
-            raise ConfigError(
-                f"the process group was initialised with the backend {dist.get_backend()!r}, which cannot lose "
-                "members. Make the plugin's Accelerator before anything else joins a group, as `PartialState()` does, "
-                'or use torch.distributed.init_process_group("hyperpod").'
-            )
+    if has_joined():
         return
     env = WorkerEnv.from_environ()
     if (

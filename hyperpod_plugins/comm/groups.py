@@ -95,6 +95,21 @@ def register() -> None:
     register_backends(distributed_c10d, {BACKEND: create_group, "smddp": create_smddp_group})
 
 
+def has_joined() -> bool:
+    """Whether this process has joined a default group, of the `hyperpod` backend.
+
+    Raises:
+        ConfigError: the default group has another backend.
+    """
+    if dist.is_initialized() and not isinstance(dist.group.WORLD, ResilientProcessGroup):
+        raise ConfigError(
+            f"the process group was initialised with the backend {dist.get_backend()!r}, which cannot lose members. "
+            "Create the Session, or the plugin's Accelerator, before anything else joins a group, as Accelerate's "
+            f'`PartialState()` and its trackers do; or use torch.distributed.init_process_group("{BACKEND}").'
+        )
+    return dist.is_initialized()
+
+
 def join_world(options: CommOptions, *, rank: int, world_size: int, timeout_s: float) -> None:
     """Initialize the default group of the `hyperpod` backend; without a launcher, form a single-process world.
 

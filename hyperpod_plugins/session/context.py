@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import CommOptions, GroupKey, join_world, new_axis_group
+from hyperpod_plugins.comm.groups import has_joined
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
@@ -51,7 +52,7 @@ class LoopContext:
             self.device = torch.device("cuda", env.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = self._rank_and_world_size()
-        if not dist.is_initialized():
+        if not has_joined():
             join_world(comm, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
         self.topology: Topology
         self.mesh: DeviceMesh

@@ -477,6 +477,17 @@ def test_batches_that_are_not_possible(options, words):
         Session(**options)
 
 
+def test_a_session_in_a_process_that_has_joined_another_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "HYPERPOD_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"'gloo', which cannot lose members\. Create the Session"):
+            Session()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_batch_that_follows_the_world_goes_on_where_it_was_saved(make_session, tmp_path):
     """Steps of 8, 8 and 4 samples are 2, 2 and 1 steps of the schedule, and the factor moves from 1 to 2."""
     rule = LRScalingRule(scaling="linear", reference_batch_size=4, warmup_samples=16)
