@@ -310,8 +310,8 @@ class Session:
 
         Raises:
             ConfigError: the model is not sharded, so each rank would train its own; a library has wrapped an
-                optimizer, or it holds parameters that are not the model's; a scheduler waits for a metric; the policy
-                is unknown; an option is not possible with manual optimization.
+                optimizer or a scheduler; an optimizer holds parameters that are not the model's; a scheduler waits for
+                a metric; the policy is unknown; an option is not possible with manual optimization.
         """
         if manual_optimization:
             refuse_train_options(backward=backward, max_grad_norm=max_grad_norm, non_finite=non_finite)
@@ -339,6 +339,13 @@ class Session:
             raise ConfigError(
                 f"{format_list(wrapped)} wraps an optimizer, and steps it only when its own library says so. Give the "
                 "optimizer inside to session.train: optimizer.optimizer where Accelerate has wrapped it."
+            )
+        counting = [type(each).__name__ for each in _listed(schedulers) if _is_wrapped_scheduler(each)]
+        if counting:
+            raise ConfigError(
+                f"{format_list(counting)} wraps a scheduler, and advances it by the number of ranks at each step. Give "
+                "the scheduler inside to session.train, which steps it once: scheduler.scheduler where Accelerate has "
+                "wrapped it, made for as many steps as there are, not times the number of processes."
             )
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
@@ -759,6 +766,10 @@ def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]
             "replacement would not get. Keep them outside of it, call their persistent(True), and give them to "
             "session.register_rank_local."
         )
+
+
+def _is_wrapped_scheduler(value: object) -> bool:
+    return not isinstance(value, LRScheduler) and isinstance(getattr(value, "scheduler", None), LRScheduler)
 
 
 def _optimizer_of(scheduler: object) -> Optimizer | None:

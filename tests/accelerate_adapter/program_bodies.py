@@ -24,8 +24,13 @@ accelerator = plugin.accelerator(session=session, gradient_accumulation_steps=4 
 torch.manual_seed(0)
 model = nn.Linear(WIDTH, WIDTH)
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3) if WHAT == "own scheduler" else None
-session.train(model, optimizer if WHAT == "wrapped" else optimizer.optimizer, backward=accelerator.backward)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3) if "scheduler" in WHAT else None
+session.train(
+    model,
+    optimizer if WHAT == "wrapped" else optimizer.optimizer,
+    accelerator.prepare(scheduler) if WHAT == "wrapped scheduler" else (),
+    backward=accelerator.backward,
+)
 
 
 def evaluated():

@@ -46,6 +46,7 @@ def test_an_evaluation_that_is_interrupted_at_its_last_batch(tmp_path):
     [
         ("accumulates", "gradient_accumulation_steps=4 would divide each loss once more"),
         ("wrapped", "optimizer.optimizer where Accelerate has wrapped it"),
+        ("wrapped scheduler", "HyperPodScheduler wraps a scheduler, and advances it by the number of ranks"),
         ("own scheduler", "a scheduler was created for AdamW, but not given to session.train"),
         ("shuffled", "a loader with shuffle=True was prepared before the loop"),
     ],
