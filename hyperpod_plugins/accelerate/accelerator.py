@@ -41,7 +41,7 @@ from hyperpod_plugins.accelerate.process_state import (
 )
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.delayed_init.api import delay_transformers
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import (
     ParallelConfig,
     Topology,
@@ -124,7 +124,7 @@ class HyperPodAccelerator(Accelerator):
         self._check = FiniteStepCheck(finite, lambda: parameters_of(self._optimizers).values())
         if session is not None:
             session.when_moved(lambda: self._moved(session.topology))
-            session.when_body_begins(lambda: self._body_begins(has_recovery=session.has_recovery))
+            session.when_body_begins(lambda: self._body_begins(session))
 
     def _refuse_with_session(self) -> None:
         """Refuse options that a session excludes.
@@ -144,18 +144,26 @@ class HyperPodAccelerator(Accelerator):
                 "batch_size say how often."
             )
 
-    def _body_begins(self, *, has_recovery: bool) -> None:
+    def _body_begins(self, session: ResizableJob) -> None:
         """Forget loaders whose reading was interrupted: until they are read again, Accelerate takes them for active.
 
         Raises:
             ConfigError: a loader that was prepared before the loop draws its order in a way that a replacement cannot
-                repeat.
+                repeat; or Accelerate saves an object that a replacement would not get.
         """
         self.gradient_state.dataloader_references = [None]
         if self._has_begun:
             return
         self._has_begun = True
-        if has_recovery and any(map(_counts_its_orders, self._dataloaders)):
+        if not session.has_recovery:
+            return
+        saved = [type(each).__name__ for each in self._custom_objects if not session.restores(each)]
+        if saved:
+            raise ConfigError(
+                f"{format_list(saved)} was given to accelerator.register_for_checkpointing, but not to the session: a "
+                'replacement would begin with a new one. Call session.register_rank_local("name", object), too.'
+            )
+        if any(map(_counts_its_orders, self._dataloaders)):
             raise ConfigError(
                 "a loader with shuffle=True was prepared before the loop: its order depends on how often it was read, "
                 "which a replacement does not know. The loader of the training belongs to session.steps alone; prepare "

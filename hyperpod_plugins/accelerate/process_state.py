@@ -38,6 +38,10 @@ class ResizableJob(Protocol):
         """Whether lost processes are to be replaced."""
         ...
 
+    def restores(self, value: object) -> bool:
+        """Whether a replacement gets the state of an object."""
+        ...
+
     def when_moved(self, listener: Callable[[], object]) -> None:
         """Call `listener()` each time the world changes."""
         ...

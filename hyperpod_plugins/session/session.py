@@ -404,6 +404,13 @@ class Session:
             )
         trained.register(name, ProgramState(name, stateful))
 
+    def restores(self, value: object) -> bool:
+        """Whether a replacement gets the state of an object: one that `train` or `register_rank_local` was given."""
+        trained, _ = self._require_train()
+        registered = [state.stateful for state in trained.rank_local.values()]
+        held = [trained.model, *trained.optimizers, *trained.schedulers, *registered]
+        return any(each is value for each in held)
+
     def agree(self, value: Any) -> Any:
         """Return rank 0's value on all ranks, such as the name of a folder or the id of a run.
 

@@ -39,6 +39,8 @@ def evaluated():
 
 
 ahead = evaluated() if WHAT == "shuffled" else None
+if WHAT == "saved by Accelerate":
+    accelerator.register_for_checkpointing(nn.Linear(1, 1))  # it has a state_dict
 found = session.state["found"] = []
 loader = DataLoader(TensorDataset(torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(1))), batch_size=2)
 for step in session.steps(loader, max_steps=10):

@@ -48,6 +48,7 @@ def main(folder, state_dict_type):
     names = accelerator.gather_for_metrics([f"rank {session.rank}"], use_gather_object=True)
     assert names == ["rank 0", "rank 1"]
     session.train(model, optimizer.optimizer, backward=accelerator.backward)
+    session.register_rank_local("counter", counter)
     data = TensorDataset(torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1)))
     for step in session.steps(DataLoader(data, batch_size=2), epochs=1):
         with step:

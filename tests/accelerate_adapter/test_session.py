@@ -48,6 +48,7 @@ def test_an_evaluation_that_is_interrupted_at_its_last_batch(tmp_path):
         ("wrapped", "optimizer.optimizer where Accelerate has wrapped it"),
         ("wrapped scheduler", "HyperPodScheduler wraps a scheduler, and advances it by the number of ranks"),
         ("own scheduler", "a scheduler was created for AdamW, but not given to session.train"),
+        ("saved by Accelerate", "Linear was given to accelerator.register_for_checkpointing, but not to the session"),
         ("shuffled", "a loader with shuffle=True was prepared before the loop"),
     ],
 )
