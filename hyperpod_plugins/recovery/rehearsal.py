@@ -114,6 +114,7 @@ class Rehearsal:
         self._step = -1
         self._begun: Digests = {}
         self._besides: StateReadBack | None = None
+        self._in_rest: RemovableHandle | None = None
         self._refused = ""
         if Rehearsal._hook is not None:
             Rehearsal._hook.remove()
@@ -253,6 +254,23 @@ class Rehearsal:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def begin_rest(self, step: int) -> None:
+        """Begin what follows a step in a loop's body; a due fault happens there in a forward without gradients."""
+        if self.faults is not None and self.faults.is_due("validation", step):
+            self._in_rest = register_module_forward_hook(lambda *_: self._evaluated(step))
+
+    def _evaluated(self, step: int) -> None:
+        if not torch.is_grad_enabled():
+            self.at("validation", step)
+
+    def end_rest(self, step: int, *, is_complete: bool) -> None:
+        """End the body of a loop, unless a fault or an error has interrupted it."""
+        if self._in_rest is not None:
+            self._in_rest.remove()
+            self._in_rest = None
+        if is_complete:
+            self.at("batch_end", step)
 
     def after_compute(self, step: int, again: Callable[[], bool]) -> None:
         """Check a step when its gradients are computed and no rank has voted.

@@ -34,6 +34,7 @@ from hyperpod_plugins.parallel.replica_mean import (
 )
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
+from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.manual import EqualShares, check_means
@@ -434,6 +435,8 @@ class Loop:
                 return
             if self.transactions.rehearsal is not None and self.transactions.rehearsal.is_last(index):
                 return
+            if self.transactions.rehearsal is not None:
+                self.transactions.rehearsal.at("dataloader", index)
             yield Step(
                 self,
                 index=index,
@@ -466,6 +469,19 @@ class Loop:
     def seed(self, step: Step, part: str) -> None:
         """Start the random stream of a part of the step's body."""
         self._computation.seed(step.index, self._context, part)
+
+    def begin_rest(self, step: Step) -> None:
+        """Begin the rest of a step's body, which a process may repeat that has not computed the step."""
+        self.seed(step, AFTER_COMMIT)
+        if self.transactions.rehearsal is not None:
+            self.transactions.rehearsal.begin_rest(step.index)
+
+    def end_rest(self, step: Step) -> None:
+        """End the body of a step; in a rehearsed job, a fault may happen here if it was not interrupted."""
+        if self.transactions.rehearsal is not None:
+            self.transactions.rehearsal.end_rest(
+                step.index, is_complete=not step.was_interrupted and step.error is None
+            )
 
     def return_to_commit(self) -> None:
         """Bring what the body may change to the state right after the commit, as the body runs again."""

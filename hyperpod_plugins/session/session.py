@@ -474,6 +474,8 @@ class Session:
         """
         trained, transactions = self._require_train()
         position = replace(trained.position(), after_commit=False, result=None)
+        if transactions.rehearsal is not None:
+            transactions.rehearsal.at("checkpoint", position.committed)
         trained.write(path, position)
         if transactions.saved is not None:
             transactions.saved.add(str(Path(path).absolute()), position.committed)

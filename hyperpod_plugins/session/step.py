@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
 from hyperpod_plugins.recovery.kept_state import FreshGradients
-from hyperpod_plugins.recovery.rng import AFTER_COMMIT, BATCH
+from hyperpod_plugins.recovery.rng import BATCH
 
 # Messages for what a loop must not do: collectives and optimizer steps that recovery could not repair.
 
@@ -138,6 +138,14 @@ class StepRunner(Protocol):
         """Start the random stream of a part of the step's body."""
         ...
 
+    def begin_rest(self, step: "Step") -> None:
+        """Begin the rest of the step's body, after its commit."""
+        ...
+
+    def end_rest(self, step: "Step") -> None:
+        """End the step's body, which may have been interrupted."""
+        ...
+
 
 class Step:
     """A training step, used as `with step:`; code after `run` in that block is repeated after a fault.
@@ -194,6 +202,7 @@ class Step:
         self.error = None if self.was_interrupted else error
         if error is None and not self._is_run:
             raise LoopError(f"the body of step {self.index} ended without step.run(...): nothing was trained.")
+        self._loop.end_rest(self)
         return self.was_interrupted
 
     def run(self, compute_loss: Callable[[Any], Any]) -> Any:
@@ -225,7 +234,7 @@ class Step:
             self._loop.return_to_commit()
         else:
             self.result = self._loop.run_step(self, compute_loss)
-        self._loop.seed(self, AFTER_COMMIT)  # what follows may be repeated by a process that has not computed the step
+        self._loop.begin_rest(self)
         self._is_run = True
         return self.result
 

@@ -321,15 +321,26 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
 
 
 @pytest.mark.spawns
-def test_a_program_of_the_gallery_recovers_exactly(tmp_path):
-    """It writes the learning rate between the micro-steps of a step; `gallery.py` runs the others."""
-    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", "--phases", "forward,batch_end"]
-    program = PROGRAM.with_name("program_gallery.py")
+@pytest.mark.parametrize(
+    ("program", "name", "phases"),
+    [
+        pytest.param("program_gallery.py", "warm_up", "forward,batch_end", id="a rate written between micro-steps"),
+        pytest.param(
+            "program_gallery_session.py",
+            "language_model",
+            "dataloader,batch_end,validation,checkpoint",
+            id="a body that evaluates and saves",
+        ),
+    ],
+)
+def test_a_program_of_the_gallery_recovers_exactly(program, name, phases, tmp_path):
+    """`gallery.py` runs the others."""
+    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", "--phases", phases]
     done = subprocess.run(
-        [*command, str(program), "warm_up", str(tmp_path)], capture_output=True, text=True, timeout=200
+        [*command, str(PROGRAM.with_name(program)), name, str(tmp_path)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("recovered, equal to the last bit") == 2
+    assert re.findall(r"(\w+) +\d +\d+ +recovered, equal to the last bit", done.stdout) == phases.split(",")
 
 
 @pytest.mark.spawns
