@@ -149,7 +149,7 @@ class HyperPodAccelerator(Accelerator):
 
         Raises:
             ConfigError: a loader that was prepared before the loop draws its order in a way that a replacement cannot
-                repeat; or Accelerate saves an object that a replacement would not get.
+                repeat; Accelerate saves an object, or has prepared a model, that a replacement would not get.
         """
         self.gradient_state.dataloader_references = [None]
         if self._has_begun:
@@ -162,6 +162,13 @@ class HyperPodAccelerator(Accelerator):
             raise ConfigError(
                 f"{format_list(saved)} was given to accelerator.register_for_checkpointing, but not to the session: a "
                 'replacement would begin with a new one. Call session.register_rank_local("name", object), too.'
+            )
+        beside = [type(each).__name__ for each in self._models if not session.restores(each)]
+        if beside:
+            raise ConfigError(
+                f"{format_list(beside)} was prepared by the Accelerator, but is not part of the model given to "
+                "session.train. With recovery, only that model is reset after a fault and sent to a replacement. Put "
+                "both into one module (nn.ModuleDict) and give that to train, or leave the other one unprepared."
             )
         if any(map(_counts_its_orders, self._dataloaders)):
             raise ConfigError(

@@ -408,7 +408,7 @@ class Session:
         """Whether a replacement gets the state of an object: one that `train` or `register_rank_local` was given."""
         trained, _ = self._require_train()
         registered = [state.stateful for state in trained.rank_local.values()]
-        held = [trained.model, *trained.optimizers, *trained.schedulers, *registered]
+        held = [*trained.model.modules(), *trained.optimizers, *trained.schedulers, *registered]
         return any(each is value for each in held)
 
     def agree(self, value: Any) -> Any:

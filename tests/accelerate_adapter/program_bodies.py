@@ -39,6 +39,9 @@ def evaluated():
 
 
 ahead = evaluated() if WHAT == "shuffled" else None
+if WHAT == "second model":
+    other = nn.Linear(WIDTH, WIDTH)
+    accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=1e-2))
 if WHAT == "saved by Accelerate":
     accelerator.register_for_checkpointing(nn.Linear(1, 1))  # it has a state_dict
 found = session.state["found"] = []

@@ -49,6 +49,7 @@ def test_an_evaluation_that_is_interrupted_at_its_last_batch(tmp_path):
         ("wrapped scheduler", "HyperPodScheduler wraps a scheduler, and advances it by the number of ranks"),
         ("own scheduler", "a scheduler was created for AdamW, but not given to session.train"),
         ("saved by Accelerate", "Linear was given to accelerator.register_for_checkpointing, but not to the session"),
+        ("second model", "Linear was prepared by the Accelerator, but is not part of the model given to session.train"),
         ("shuffled", "a loader with shuffle=True was prepared before the loop"),
     ],
 )
