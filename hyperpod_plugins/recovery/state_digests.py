@@ -32,8 +32,8 @@ REASONS = {
     "gradient": "computing the step again gave other gradients from the same state: it depends on something that is "
     "not restored, such as a global variable that the step changes, an object that is not a module, or a random "
     "generator of the program. Keep it in the module, or derive it from the step number",
-    "parameter": "a parameter differs: it was changed outside of the optimizer's step, or the optimizer keeps state "
-    "that is missing from its state_dict()",
+    "parameter": "a parameter differs: it was changed outside of the optimizer's step, the optimizer keeps state that "
+    "is missing from its state_dict(), or a learning rate was computed from a value that is not restored",
     "unowned": "no optimizer has this parameter, and its gradient was kept from an earlier step or attempt: give it to "
     "an optimizer, or freeze it with requires_grad_(False)",
     "buffer": "a buffer was not restored: it is no longer the tensor that was registered, or something outside of the "

@@ -95,7 +95,7 @@ class Lines(GeneralTracker):
 
 def make(global_batch_size=GLOBAL_BATCH, options=None, **settings):
     plugin = HyperPodPlugin(hybrid_shard_degree=1, random_seed=5, **settings)
-    session = Session(plugin.config, global_batch_size=global_batch_size)
+    session = Session(plugin.config, global_batch_size=global_batch_size, checkpoint_folder=FOLDER)
     accelerator = plugin.accelerator(session=session, **(options or {}))
     set_seed(1)
     return session, accelerator
@@ -166,11 +166,11 @@ def language_model():
                 session.state["perplexity"] = math.exp(float(torch.cat(losses).mean()))
                 accelerator.log({"perplexity": session.state["perplexity"], "train_loss": total}, step=step.index)
                 session.state["total"] = 0.0
-    accelerator.end_training()
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
         FOLDER / "model", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
+    accelerator.end_training()
 
 
 def images():

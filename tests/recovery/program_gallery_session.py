@@ -88,7 +88,8 @@ def held_out():
 
 
 def make(model=None, **options):
-    session = Session(hybrid_shard_degree=1, **{"global_batch_size": GLOBAL_BATCH, "random_seed": 5, **options})
+    options = {"global_batch_size": GLOBAL_BATCH, "random_seed": 5, "checkpoint_folder": FOLDER, **options}
+    session = Session(hybrid_shard_degree=1, **options)
     torch.manual_seed(0)
     model = session.parallelize(model() if model else Network())
     return session, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -307,7 +308,7 @@ def unfrozen():
 
 def adversarial():
     """Two networks, stepped by hand."""
-    session = Session(hybrid_shard_degree=1, global_batch_size=GLOBAL_BATCH)
+    session = Session(hybrid_shard_degree=1, global_batch_size=GLOBAL_BATCH, checkpoint_folder=FOLDER)
     torch.manual_seed(0)
     nets = nn.ModuleDict({"maker": session.parallelize(Network()), "judge": session.parallelize(nn.Linear(4, 1))})
     maker, judge = optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in nets.values()]
