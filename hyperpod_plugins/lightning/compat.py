@@ -23,6 +23,7 @@ OVERRIDDEN = frozenset(
         *("advance", "run", "update_lr_schedulers", "_broadcast_sigterm_tensor"),  # of the loop over batches
         "increment_progress_to_evaluation_end",  # of the loop of a validation
         "_optimizer_step",  # of automatic optimization
+        "update_restart_stage",  # of the loop over batches
         "_run_sanity_check",  # of a trainer
         *("log", "metrics", "reset", "update_metrics"),  # of logged results
         *(
@@ -113,7 +114,14 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
+    from lightning.pytorch.callbacks import (
+        Checkpoint,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        ModelPruning,
+        ModelSummary,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
@@ -162,7 +170,9 @@ else:
     Precision = _get(f"{_pl}.plugins.precision", "Precision")
     Launcher = _get(f"{_pl}.strategies.launchers.launcher", "_Launcher")
     ModelCheckpoint = _get(f"{_pl}.callbacks", "ModelCheckpoint")
+    ModelPruning = _get(f"{_pl}.callbacks", "ModelPruning")
     ModelSummary = _get(f"{_pl}.callbacks", "ModelSummary")
+    StochasticWeightAveraging = _get(f"{_pl}.callbacks", "StochasticWeightAveraging")
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
@@ -183,11 +193,13 @@ __all__ = [
     "MixedPrecision",
     "ModelCheckpoint",
     "ModelParallelStrategy",
+    "ModelPruning",
     "ModelSummary",
     "ParallelStrategy",
     "Precision",
     "SIGTERMException",
     "SLURMEnvironment",
+    "StochasticWeightAveraging",
     "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",

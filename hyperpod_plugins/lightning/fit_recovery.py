@@ -37,6 +37,7 @@ from hyperpod_plugins.lightning.module_checks import (
 )
 from hyperpod_plugins.lightning.reentry import (
     Reentry,
+    find_batch_despite_skipped_ones,
     finish_batch_end,
     install_part_hooks,
     is_stateful,
@@ -74,6 +75,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     steps_done,
     steps_in,
     tear_down_loops,
+    untracked_in,
     was_asked_to_stop,
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
@@ -346,6 +348,8 @@ class FitRecovery(NullFitRecovery):
         """Where the loops were left last."""
         self._restarted_with: dict[str, Any] = {}
         """Rank-local state that has been loaded, until `on_train_start` has been called, which may reset it."""
+        self._restarted_at: dict[str, Any] = {}
+        """What `untracked_in` has found in a checkpoint of this job, until `on_train_start` has been called."""
         self._has_moved = False
         """Whether this process has moved to another world after it left this entry."""
         self._left_at_part_end = False
@@ -373,6 +377,7 @@ class FitRecovery(NullFitRecovery):
         install_part_hooks(trainer, self._begin_part, self._end_part)
         strategy: Any = trainer.strategy
         take_micro_steps(trainer, strategy.micro_step)
+        find_batch_despite_skipped_ones(trainer)
         self._rows.watch(trainer)
 
     def _arm(self) -> None:
@@ -465,7 +470,8 @@ class FitRecovery(NullFitRecovery):
                 epochs.current.ready = epochs.current.started + 1
         if not self._reentry.part:  # at a part, the epoch of that last batch is continued
             begin_epoch_after_last_batch(trainer)
-        restore_untracked(trainer, self._entered_with)
+        restore_untracked(trainer, self._restarted_at | self._entered_with)
+        self._restarted_at = {}
         load_hyperparameters(self._entered_with.get(GROUPS, []), trainer.optimizers)  # hooks read the learning rate
         if self._reentry.part in (EPOCH_END, FIT_END):
             self._rejoin()  # the next hooks may communicate
@@ -596,6 +602,7 @@ class FitRecovery(NullFitRecovery):
             checkpoint = merge_own(checkpoint, read_trainer(left.own))
         self.window.keep_start()
         self.window.entered_with, self._entered_with = description, checkpoint
+        self.window.entered_within_step = resume_point.in_step or is_ours
         self.transaction.entered_at, self.transaction.entered_part = resume_point.step, part_order(checkpoint)
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
             # Nothing has been trained yet: start from scratch.
@@ -657,6 +664,9 @@ class FitRecovery(NullFitRecovery):
         forget_training_loader(self.trainer)
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
+            if entries.resumed_from:
+                self._restarted_at = untracked_in(self.trainer, checkpoint, entries.resumed_from)
+                make_loaders_as_others(self.trainer, self._restarted_at)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
             self._end_if_rehearsed(steps_in(checkpoint, self.trainer), checkpoint["global_step"])
             self._reentry.open(self.trainer, part_of(checkpoint), b"")

@@ -21,6 +21,8 @@ from hyperpod_plugins.lightning.compat import (
     Callback,
     GradientAccumulationScheduler,
     LightningModule,
+    ModelPruning,
+    StochasticWeightAveraging,
     Trainer,
     callbacks_of,
     is_overridden,
@@ -129,6 +131,27 @@ def forbid_inference_mode(trainer: Trainer) -> None:
     validation = trainer.fit_loop.epoch_loop.val_loop
     for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def refuse_copying_callbacks(trainer: Trainer) -> None:
+    """Raise if a callback of Lightning holds, or makes, parameters that are not those of the sharded module.
+
+    Raises:
+        ConfigError: `StochasticWeightAveraging` or `ModelPruning`.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "StochasticWeightAveraging copies the module before it is sharded, and would fail in the first epoch "
+                "that it averages. Use WeightAveraging(avg_fn=...) or EMAWeightAveraging, which average shards, and a "
+                "schedule such as torch.optim.swa_utils.SWALR."
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigError(
+                f"{type(callback).__name__} replaces parameters by masked copies while the module trains. The shards "
+                "that recovery restores, and the optimizer steps on, would no longer be those of the module. Prune "
+                "before training, or after it."
+            )
 
 
 def refuse_validation_by_clock(trainer: Trainer) -> None:

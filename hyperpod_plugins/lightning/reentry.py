@@ -70,10 +70,30 @@ def take_micro_steps(trainer: Trainer, run: Callable[[Callable[[], Any]], object
     override(loop, "_optimizer_step", step)
 
 
+def find_batch_despite_skipped_ones(trainer: Trainer) -> None:
+    """Have the loop find where in a batch it resumes by the counts of the present epoch.
+
+    If `on_train_batch_start` returns -1, Lightning (2.6) counts a batch as processed that was not started. It compares
+    the counts of the whole fit, which differ from then on, and would not count a batch whose last hooks saved.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def update() -> None:
+        batches = loop.batch_progress
+        in_fit, batches.total = batches.total, batches.current
+        try:
+            original(loop, "update_restart_stage")()
+        finally:
+            batches.total = in_fit
+
+    override(loop, "update_restart_stage", update)
+
+
 def remove_part_hooks(trainer: Trainer) -> None:
-    """Undo `install_part_hooks` and `take_micro_steps`: the fit has ended."""
+    """Undo the functions above: the fit has ended."""
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
+    restore(loop.epoch_loop, "update_restart_stage")
     restore(loop.epoch_loop.val_loop, "run", "increment_progress_to_evaluation_end")
     restore(loop.epoch_loop.automatic_optimization, "_optimizer_step")
     restore(trainer, "_run_sanity_check")

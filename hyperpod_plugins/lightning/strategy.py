@@ -52,6 +52,7 @@ from hyperpod_plugins.lightning.module_checks import (
     check_same_layout,
     forbid_inference_mode,
     needs_previous_gradients,
+    refuse_copying_callbacks,
     refuse_other_types,
     refuse_validation_by_clock,
     synchronise_metrics_over,
@@ -63,7 +64,7 @@ from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
 from hyperpod_plugins.lightning.trainer_entries import entries
-from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part
+from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, rank_local_part, untracked
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage, averaging_callback
 from hyperpod_plugins.parallel import (
     ParallelConfig,
@@ -367,6 +368,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self.barrier()
         is_replay = self._recovery.fit.is_active  # the optimizers then keep their state
         if trainer.state.fn == TrainerFn.FITTING and not is_replay:
+            refuse_copying_callbacks(trainer)
             self.setup_optimizers(trainer)
             replace_stale_parameters(self.optimizers, module, num_ranks=self.world_size)
             check_no_required_closure(self.optimizers)
@@ -674,6 +676,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
         local = checkpoint.pop(LOCAL, None) or self._recovery.fit.local_state
         checkpoint[LAYOUT] = self._layout
+        checkpoint.update(untracked(self._trainer) | checkpoint)
         return {**rank_local_part(checkpoint, self._trainer), LOCAL: local}
 
     def _save_for_recovery(

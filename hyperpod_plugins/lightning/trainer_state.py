@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from functools import partial
-from pathlib import PosixPath, PurePosixPath
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import torch
@@ -204,13 +204,11 @@ def describe_trainer(
         if loader_states:
             fit_loop["state_dict"]["combined_loader"] = loader_states
         as_begun = _changed_by_loops(trainer, fit_loop, logged or {}, metrics)
-    checkpoint |= {_SAVED_AT: last_saves(trainer)} | as_begun
+    checkpoint |= untracked(trainer) | as_begun
     _use_shared_paths(trainer, checkpoint, paths or {})
     checkpoint[ROWS] = rows or []
     checkpoint[_SHOULD_STOP] = hooks.should_stop(trainer)
     checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
-    evaluation = trainer.fit_loop.epoch_loop.val_loop
-    checkpoint[_RELOADED_AT] = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
     return pack(checkpoint)
 
 
@@ -325,8 +323,32 @@ def with_local(described: bytes, local: dict[str, Any]) -> bytes:
     return pack({**read_trainer(described), LOCAL: local})
 
 
+def untracked(trainer: Trainer) -> dict[str, Any]:
+    """When checkpoint callbacks last saved and loaders were created: no state_dict has it."""
+    evaluation = trainer.fit_loop.epoch_loop.val_loop
+    reloaded = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
+    return {_SAVED_AT: last_saves(trainer), _RELOADED_AT: reloaded}
+
+
+def untracked_in(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+    """`untracked` as of a checkpoint that is saved: a callback records a save only when it is done.
+
+    Args:
+        trainer: about to continue from the checkpoint.
+        checkpoint: its contents.
+        path: of the checkpoint.
+    """
+    saves: list[dict[str, Any]] = [dict(each) for each in checkpoint.get(_SAVED_AT, [])]
+    for callback, values in zip(trainer.checkpoint_callbacks, saves, strict=False):
+        state: dict[str, Any] = checkpoint["callbacks"].get(callback.state_key, {})
+        names = (state.get("best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ()))
+        if Path(path).absolute() in [Path(name).absolute() for name in names if name]:
+            values |= {"_last_global_step_saved": checkpoint["global_step"], "_last_checkpoint_saved": path}
+    return {name: checkpoint[name] for name in (_RELOADED_AT,) if name in checkpoint} | {_SAVED_AT: saves}
+
+
 def restore_untracked(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore when callbacks last saved and loaders were created: no state_dict has it, but all ranks must agree."""
+    """Restore what `untracked` returned, as all ranks must agree on it."""
     set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
     if _RELOADED_AT in checkpoint:
         train, validation = checkpoint[_RELOADED_AT]

@@ -180,8 +180,9 @@ class AccumulationWindow:
         self._means: LoggedMeans
         self._values: ShownValues
         self._rows: LoggedRows
-        self.entered_with = b""
-        """Description with which the loops were entered, until this rank has joined the others."""
+        self.entered_with, self.entered_within_step = b"", False
+        """Description with which the loops were entered, until this rank has joined the others; and whether it is one
+        of a step's beginning, after its first hooks, which this rank calls once more."""
         self.part: PartStart | None = None
         """Beginning of the evaluation, epoch end or fit end that is under way, unless inside a window."""
 
@@ -533,7 +534,7 @@ class AccumulationWindow:
         self._local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal, begins_epoch=begins_epoch)
         self._metrics.forget_computed()
         self._means.forget_computed()
-        if entered is not None:
+        if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
 
     can_undo_exceptions = CAN_RESET

@@ -98,6 +98,7 @@ OVERRIDDEN = {
     "run": ([_TrainingEpochLoop], ["data_fetcher"]),
     "update_lr_schedulers": ([_TrainingEpochLoop], ["interval", "update_plateau_schedulers"]),
     "_broadcast_sigterm_tensor": ([_TrainingEpochLoop], []),
+    "update_restart_stage": ([_TrainingEpochLoop], []),
     "increment_progress_to_evaluation_end": ([_EvaluationLoop], []),
     "_optimizer_step": ([_AutomaticOptimization], ["batch_idx", "train_step_and_backward_closure"]),
     "log": ([_ResultCollection], ["fx", "name", "value"]),

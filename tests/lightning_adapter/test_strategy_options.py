@@ -6,11 +6,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from device import ACCELERATOR
+from lightning.pytorch import callbacks
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
 from hyperpod_plugins.lightning import HyperPodStrategy
-from hyperpod_plugins.lightning.module_checks import ends_steps, refuse_validation_by_clock, warn_of_placement
+from hyperpod_plugins.lightning.module_checks import (
+    ends_steps,
+    refuse_copying_callbacks,
+    refuse_validation_by_clock,
+    warn_of_placement,
+)
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 
 
@@ -205,6 +211,20 @@ def test_one_node_is_never_warned_of():
         warn_of_placement(Topology(world_size=4, ranks_per_node=4, **degrees))  # a warning would be an error
     with pytest.warns(UserWarning, match="the tensor axis .* crosses nodes"):
         warn_of_placement(Topology(world_size=4, ranks_per_node=2, tensor_degree=4))
+
+
+@pytest.mark.parametrize(
+    ("callback", "told"),
+    [
+        (callbacks.StochasticWeightAveraging(1e-3), r"copies the module before it is sharded.* Use WeightAveraging"),
+        (callbacks.ModelPruning("l1_unstructured", amount=0.1), r"ModelPruning replaces parameters by masked copies"),
+    ],
+    ids=["averaging", "pruning"],
+)
+def test_callbacks_that_keep_parameters_of_their_own_are_refused(callback, told):
+    refuse_copying_callbacks(make_trainer("hyperpod", callbacks=[callbacks.WeightAveraging()]))
+    with pytest.raises(ConfigError, match=told):
+        refuse_copying_callbacks(make_trainer("hyperpod", callbacks=[callback]))
 
 
 def test_validation_after_a_time_is_refused():

@@ -6,10 +6,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from device import ACCELERATOR
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError
-from hyperpod_plugins.lightning.reentry import install_part_hooks
+from hyperpod_plugins.lightning.reentry import find_batch_despite_skipped_ones, install_part_hooks
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
@@ -24,6 +25,8 @@ from hyperpod_plugins.lightning.trainer_state import (
     read_trainer,
     rewind,
     set_last_saves,
+    untracked,
+    untracked_in,
 )
 from hyperpod_plugins.recovery.rng import EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import load_hyperparameters
@@ -280,3 +283,40 @@ def test_a_replacement_makes_its_loaders_in_the_epoch_of_the_others(present, mad
     source.dataloader(), source.dataloader()  # the second time as Lightning does
     assert epochs == [wanted, present]
     assert trainer.current_epoch == present
+
+
+def test_a_restart_finds_when_callbacks_had_saved_also_the_one_that_saved_its_checkpoint(tmp_path):
+    """Lightning saves a callback's state before the callback records the save, and never loads that record."""
+    saved, path = {}, str(tmp_path / "step=3.ckpt")
+
+    class Saves(pl.callbacks.ModelCheckpoint):
+        def _save_checkpoint(self, trainer, filepath):
+            saved[filepath] = trainer._checkpoint_connector.dump_checkpoint() | untracked(trainer)
+            super()._save_checkpoint(trainer, filepath)
+
+    callbacks = [Saves(tmp_path, filename="{step}", every_n_train_steps=number) for number in (2, 3)]
+    trainer = pl.Trainer(
+        max_steps=3, accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False
+    )
+    trainer.fit(BoringModel())
+    wanted = untracked(trainer)
+    again = pl.Trainer(accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False)
+    assert untracked_in(again, saved[path], path) == wanted
+    assert untracked_in(again, saved[path], "elsewhere.ckpt") != wanted
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_batch_in_which_a_checkpoint_was_saved_counts_after_an_epoch_that_a_hook_has_ended(left_out):
+    """`on_train_batch_start` has returned -1 in an earlier epoch: a batch was processed that was not started."""
+    trainer = pl.Trainer(accelerator=ACCELERATOR, logger=False, barebones=True)
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress
+    batches.current.ready = batches.current.started = batches.current.processed = 2
+    batches.current.completed = 1  # in the last hooks of the second batch
+    batches.total.ready = batches.total.processed = 5 + left_out
+    batches.total.started, batches.total.completed = 5, 4
+    loop.restarting = True
+    find_batch_despite_skipped_ones(trainer)
+    loop.update_restart_stage()
+    assert loop.restarted_on_train_batch_end
+    assert batches.total.ready == 5 + left_out

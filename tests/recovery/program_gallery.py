@@ -227,7 +227,11 @@ class TwoLoaders(Plain):
 
 
 class WarmUp(Plain):
-    """Writes the learning rate after each batch, also between the micro-steps of one step."""
+    """Writes hyperparameters before each batch, also between the micro-steps of one step, and after a step."""
+
+    def on_train_batch_start(self, batch, index):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] *= 0.97
 
     def training_step(self, batch, index):
         x, y = batch
@@ -241,9 +245,33 @@ class WarmUp(Plain):
             group["lr"] *= 0.99
 
     def configure_optimizers(self):
-        optimizer = torch.optim.RMSprop(self.parameters(), 1e-3)
+        optimizer = torch.optim.RMSprop(self.parameters(), 1e-3, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 5))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+
+
+class Recurrent(Plain):
+    """The hidden state goes from batch to batch, and begins anew with each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden = nn.GRU(8, 8, batch_first=True), None
+
+    def on_train_epoch_start(self):
+        self.hidden = None
+
+    def training_step(self, batch, index):
+        x, y = batch
+        out, hidden = self.cell(x.unsqueeze(1), self.hidden)
+        self.hidden = hidden.detach()
+        return self.loss((out.squeeze(1), y))
+
+
+class LeavesOut(Plain):
+    """Ends each epoch early."""
+
+    def on_train_batch_start(self, batch, index):
+        return -1 if index == 3 else None
 
 
 class LoggedAfter(Plain):
@@ -331,6 +359,8 @@ PROGRAMS = {
         {},
     ),
     "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.8}),
+    "recurrent": lambda: (Recurrent(), shuffled(), {}),
+    "leaves_out": lambda: (LeavesOut(), shuffled(), {}),
     "logged_after": lambda: (LoggedAfter(), shuffled(), {}),
     "data_module": lambda: (Plain(), Data(), {}),
     "stream": lambda: (Plain(), DataLoader(Stream(), BATCH, num_workers=2), {}),
@@ -359,7 +389,7 @@ if __name__ == "__main__":
     name, folder = sys.argv[1:]
     L.seed_everything(5, workers=True)
     module, data, options = PROGRAMS[name]()
-    saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4)
+    saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3)
     trainer = L.Trainer(
         accelerator=ACCELERATOR,
         devices=NUM_RANKS,
