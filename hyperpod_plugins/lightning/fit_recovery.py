@@ -33,6 +33,7 @@ from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record
 from hyperpod_plugins.lightning.module_checks import (
     check_validation_interval,
     check_validation_now,
+    refuse_frequency_of_schedules,
     refuse_own_micro_steps,
 )
 from hyperpod_plugins.lightning.reentry import (
@@ -456,11 +457,7 @@ class FitRecovery(NullFitRecovery):
             self.transaction.barrier()
         self._find_beginning()
         if not self._is_checked and not is_detached:
-            refuse_unreadable(trainer, self._hooks)
-            worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
-            check_validation_interval(trainer, worlds)
-            refuse_interleaved_hooks(trainer)
-            self._is_checked = True
+            self._check_program()
         if self.elastic is not None and not is_detached:
             self.elastic.publish_spec(trainer)
         if self._starts_epoch:
@@ -483,6 +480,16 @@ class FitRecovery(NullFitRecovery):
         self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
         loader = trainer.fit_loop._combined_loader
         self.window.set_loader_states([] if loader is None else loader._state_dicts())
+
+    def _check_program(self) -> None:
+        """Refuse a program that could not be recovered exactly, or not at each size that the job may have."""
+        trainer = self.trainer
+        worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
+        refuse_unreadable(trainer, self._hooks)
+        check_validation_interval(trainer, worlds)
+        refuse_frequency_of_schedules(trainer, worlds)
+        refuse_interleaved_hooks(trainer)
+        self._is_checked = True
 
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
 
@@ -533,14 +540,15 @@ class FitRecovery(NullFitRecovery):
             local=self._left.local,
         )
         group_health.detach()
+        local = self.local.state()  # after a move too: means and metrics of this rank's samples
         self._move()
         if member.committed <= 0:
             begin_afresh(trainer)
         tear_down_loops(trainer, has_evaluated=has_ended)
         if returned is None and not member.has_torn_state and not self._left.local:
-            self._left.local = self.local_state if part is None else part.local  # Lightning resets it
+            self._left.local = local if part is None else part.local  # Lightning resets it
         if has_ended and part is not None:
-            self._left.ended = _Ended(part=part, own=after, metrics=metrics, local=self.local_state)
+            self._left.ended = _Ended(part=part, own=after, metrics=metrics, local=local)
         return True
 
     def _restart_if_not_begun(self, *, from_checkpoint: bool) -> None:

@@ -209,6 +209,27 @@ def refuse_own_micro_steps(trainer: Trainer) -> None:
         )
 
 
+def refuse_frequency_of_schedules(trainer: Trainer, worlds: Mapping[int, tuple[int, int]]) -> None:
+    """Raise if a schedule advances every few batches of a rank, and sizes of an elastic job have different numbers.
+
+    Args:
+        trainer: whose schedulers exist.
+        worlds: for each number of replicas: micro-steps of a step, and batches of an epoch.
+
+    Raises:
+        ConfigError: a scheduler with `interval="step"` has a `frequency` above 1, and the micro-steps differ.
+    """
+    different = sorted({micro_steps for micro_steps, _ in worlds.values()})
+    for config in trainer.lr_scheduler_configs if len(different) > 1 else ():
+        if config.interval == "step" and config.frequency > 1:
+            raise ConfigError(
+                f'{type(config.scheduler).__name__} has interval="step" and frequency={config.frequency}, which counts '
+                "batches of a rank, and ElasticTraining allows sizes at which a step has "
+                f"{format_list(map(str, different))} of them: the schedule would run faster or slower after a resize. "
+                "Use frequency=1, and a schedule that is as many times as long."
+            )
+
+
 def initial_micro_steps(trainer: Trainer) -> int:
     """Micro-steps of a step when a fit begins; `GradientAccumulationScheduler` requires 1."""
     return 1 if _schedulers_of(trainer) else trainer.accumulate_grad_batches

@@ -16,7 +16,11 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split
 from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.module_checks import check_validation_interval, refuse_own_micro_steps
+from hyperpod_plugins.lightning.module_checks import (
+    check_validation_interval,
+    refuse_frequency_of_schedules,
+    refuse_own_micro_steps,
+)
 from hyperpod_plugins.parallel import ParallelConfig
 
 
@@ -261,6 +265,17 @@ def test_programs_that_say_how_many_micro_steps_there_are(automatic, callbacks, 
     module = SimpleNamespace(automatic_optimization=automatic)
     with pytest.raises(ConfigError, match=words):
         refuse_own_micro_steps(SimpleNamespace(lightning_module=module, callbacks=callbacks))
+
+
+def test_a_schedule_that_would_run_faster_in_a_larger_job():
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.ones(1)]), 0.9)
+    of_steps = SimpleNamespace(scheduler=scheduler, interval="step", frequency=2)
+    of_epochs = SimpleNamespace(scheduler=scheduler, interval="epoch", frequency=2)
+    trainer = SimpleNamespace(lr_scheduler_configs=[of_epochs, of_steps])
+    refuse_frequency_of_schedules(trainer, {1: (2, 12), 2: (2, 6)})
+    refuse_frequency_of_schedules(SimpleNamespace(lr_scheduler_configs=[of_epochs]), {1: (3, 12), 2: (2, 6)})
+    with pytest.raises(ConfigError, match=r"ExponentialLR has .*frequency=2, .*a step has 2, 3 of them: .*frequency=1"):
+        refuse_frequency_of_schedules(trainer, {1: (3, 12), 2: (2, 6)})
 
 
 FOLLOWS = {"samples_per_replica": 4, "max_replicas": 4}

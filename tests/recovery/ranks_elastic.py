@@ -51,6 +51,7 @@ class Module(pl.LightningModule):
         loss = (self.net(x) - x.flip(1)).square().mean()
         self.ids += ids.flatten().tolist()
         self.loss += float(loss.detach()) * len(ids)
+        self.log("id", ids.float().mean(), on_step=False, on_epoch=True, batch_size=len(ids))
         return loss
 
     def on_after_backward(self):
@@ -79,6 +80,7 @@ class Module(pl.LightningModule):
             tensors=self.trainer.strategy.topology.tensor_degree,
             ids=self.ids,
             loss=self.loss,
+            num_in_mean=int(self.trainer.fit_loop.epoch_loop._results["training_step.id"].cumulated_batch_size),
             lr=self.trainer.optimizers[0].param_groups[0]["lr"],
             pid=os.getpid(),
             at_s=time.time(),

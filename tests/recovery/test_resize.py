@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from recovery.elastic_nodes import (
+    BATCH,
     NUM_SAMPLES,
     PATIENCE_S,
     Nodes,
@@ -46,6 +47,7 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
             continue
         loss = sum(entry["loss"] for entry in entries)
         assert loss == pytest.approx(fixed[step]["loss"], rel=1e-3), step
+    assert_means_are_kept_in_growth(steps, unwritten)
     (wanted,) = calm.results(1)
     found = torch.load(nodes.folder / "result-0.pt", weights_only=True)
     assert found["lr"] == wanted["lr"]
@@ -59,6 +61,22 @@ def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     for name, value in wanted["state"].items():
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
     assert not left_processes("FAULTS_FOLDER=" + str(nodes.folder), patience_s=5.0)
+
+
+def assert_means_are_kept_in_growth(steps, unwritten):
+    """The ranks' parts of an epoch's mean hold all samples of the epoch so far, as long as no rank has left in it."""
+    num_checked = size = num_samples = 0
+    for step in sorted(steps):
+        former, size = size, steps[step][-1]["size"]
+        if step % (NUM_SAMPLES // BATCH) == 0:
+            num_samples, has_grown, has_shrunk = 0, False, False
+        elif size != former:
+            has_grown, has_shrunk = has_grown or size > former, has_shrunk or size < former
+        num_samples += BATCH
+        if not has_shrunk and step not in unwritten:
+            assert sum(entry["num_in_mean"] for entry in steps[step]) == num_samples, step
+            num_checked += has_grown
+    assert num_checked
 
 
 def test_asked_for_from_a_shell_to_every_size(nodes):
