@@ -61,6 +61,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     begin_epoch_after_last_batch,
     forget_loaders,
     forget_training_loader,
+    freeze_as_saved,
     is_epoch_start,
     is_within_epoch,
     log_last_batch,
@@ -675,6 +676,7 @@ class FitRecovery(NullFitRecovery):
             if entries.resumed_from:
                 self._restarted_at = untracked_in(self.trainer, checkpoint, entries.resumed_from)
                 make_loaders_as_others(self.trainer, self._restarted_at)
+                freeze_as_saved(self.trainer, self._restarted_at)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
             self._end_if_rehearsed(steps_in(checkpoint, self.trainer), checkpoint["global_step"])
             self._reentry.open(self.trainer, part_of(checkpoint), b"")

@@ -31,7 +31,7 @@ from hyperpod_plugins.lightning.shown_values import tables_of
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.recovery.packing import pack, unpack
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
-from hyperpod_plugins.recovery.state_transfer import hyperparameters
+from hyperpod_plugins.recovery.state_transfer import freeze, frozen_parameters, hyperparameters
 
 _PROGRESS = ("total", "current")
 _PART = "hyperpod:part"
@@ -39,6 +39,7 @@ _SHOULD_STOP = "hyperpod:should_stop"
 _RELOADED_AT = "hyperpod:reloaded_at"
 _SAVED_AT = "hyperpod:saved_at"
 _MICRO_STEPS = "hyperpod:micro_steps"
+_FROZEN = "hyperpod:frozen"
 GROUPS = "hyperpod:param_groups"
 """Key of the optimizers' hyperparameters in the description of a trainer."""
 METRICS = "hyperpod:metrics"
@@ -51,7 +52,7 @@ LOCAL = "hyperpod:local"
 """Key of one rank's buffers, metrics and logged means, in a description for that rank only."""
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
-_OF_DESCRIPTIONS = (_MICRO_STEPS, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
+_OF_DESCRIPTIONS = (_MICRO_STEPS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
 _LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 _OF_LIGHTNING = [
     "epoch",
@@ -324,10 +325,14 @@ def with_local(described: bytes, local: dict[str, Any]) -> bytes:
 
 
 def untracked(trainer: Trainer) -> dict[str, Any]:
-    """When checkpoint callbacks last saved and loaders were created: no state_dict has it."""
+    """When checkpoint callbacks last saved and loaders were created, and what is not trained: no state_dict has it."""
     evaluation = trainer.fit_loop.epoch_loop.val_loop
     reloaded = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
-    return {_SAVED_AT: last_saves(trainer), _RELOADED_AT: reloaded}
+    return {
+        _SAVED_AT: last_saves(trainer),
+        _RELOADED_AT: reloaded,
+        _FROZEN: frozen_parameters(trainer.lightning_module),
+    }
 
 
 def untracked_in(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
@@ -344,11 +349,17 @@ def untracked_in(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> dic
         names = (state.get("best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ()))
         if Path(path).absolute() in [Path(name).absolute() for name in names if name]:
             values |= {"_last_global_step_saved": checkpoint["global_step"], "_last_checkpoint_saved": path}
-    return {name: checkpoint[name] for name in (_RELOADED_AT,) if name in checkpoint} | {_SAVED_AT: saves}
+    return {name: checkpoint[name] for name in (_RELOADED_AT, _FROZEN) if name in checkpoint} | {_SAVED_AT: saves}
+
+
+def freeze_as_saved(trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """Train the parameters that were trained when the checkpoint was saved of which `untracked_in` was `found`."""
+    if _FROZEN in found:
+        freeze(trainer.lightning_module, found[_FROZEN])
 
 
 def restore_untracked(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore what `untracked` returned, as all ranks must agree on it."""
+    """Restore when callbacks last saved and loaders were created, on which all ranks must agree."""
     set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
     if _RELOADED_AT in checkpoint:
         train, validation = checkpoint[_RELOADED_AT]

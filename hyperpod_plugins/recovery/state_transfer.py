@@ -51,6 +51,17 @@ _HEADER_BYTES = 2**30
 _PATIENCE_S = 120.0  # a source may have to commit a step first; a rank that stalls longer is replaced
 
 
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not trained at present; a program may change that while it trains."""
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def freeze(model: nn.Module, names: Collection[str]) -> None:
+    """Have these parameters of a model not trained, and all others trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in names)
+
+
 class TrainingState:
     """Parameters, buffers and optimizer state of this rank, held by reference."""
 
@@ -101,13 +112,12 @@ class TrainingState:
 
     @property
     def frozen(self) -> list[str]:
-        """Names of the parameters that are not trained at present; a program may change that while it trains."""
-        return [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        """See `frozen_parameters`."""
+        return frozen_parameters(self.model)
 
     def freeze(self, names: Collection[str]) -> None:
-        """Let these parameters not be trained, and all others."""
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name not in names)
+        """See `freeze`."""
+        freeze(self.model, names)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.

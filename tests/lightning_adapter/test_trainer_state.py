@@ -17,6 +17,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     batches_done,
     describe_part_start,
     describe_trainer,
+    freeze_as_saved,
     is_epoch_start,
     make_loaders_as_others,
     merge_own,
@@ -298,11 +299,16 @@ def test_a_restart_finds_when_callbacks_had_saved_also_the_one_that_saved_its_ch
     trainer = pl.Trainer(
         max_steps=3, accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False
     )
-    trainer.fit(BoringModel())
+    module = BoringModel()
+    module.layer.bias.requires_grad_(False)
+    trainer.fit(module)
     wanted = untracked(trainer)
     again = pl.Trainer(accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False)
     assert untracked_in(again, saved[path], path) == wanted
     assert untracked_in(again, saved[path], "elsewhere.ckpt") != wanted
+    again.strategy.connect(BoringModel())
+    freeze_as_saved(again, wanted)
+    assert [each.requires_grad for each in again.lightning_module.parameters()] == [True, False]
 
 
 @pytest.mark.parametrize("left_out", [0, 1])
