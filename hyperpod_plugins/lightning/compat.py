@@ -117,6 +117,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import (
         Checkpoint,
         GradientAccumulationScheduler,
+        LearningRateFinder,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -159,6 +160,7 @@ else:
     Callback = _get(_pl, "Callback")
     Checkpoint = _get(f"{_pl}.callbacks", "Checkpoint")
     GradientAccumulationScheduler = _get(f"{_pl}.callbacks", "GradientAccumulationScheduler")
+    LearningRateFinder = _get(f"{_pl}.callbacks", "LearningRateFinder")
     LightningDataModule = _get(_pl, "LightningDataModule")
     LightningModule = _get(_pl, "LightningModule")
     Trainer = _get(_pl, "Trainer")
@@ -187,6 +189,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",
+    "LearningRateFinder",
     "LightningDataModule",
     "LightningModule",
     "LightningOptimizer",

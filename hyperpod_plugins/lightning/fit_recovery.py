@@ -34,6 +34,7 @@ from hyperpod_plugins.lightning.module_checks import (
     check_validation_interval,
     check_validation_now,
     refuse_frequency_of_schedules,
+    refuse_nested_fits,
     refuse_own_micro_steps,
 )
 from hyperpod_plugins.lightning.reentry import (
@@ -306,9 +307,10 @@ class FitRecovery(NullFitRecovery):
             former: the entry that a fault has ended; None for the first one.
 
         Raises:
-            ConfigError: the job is elastic, and the module uses manual optimization, whose steps always have one
-                micro-step, or a callback sets the number of micro-steps.
+            ConfigError: a callback trains inside the fit; or the job is elastic, and the module uses manual
+                optimization, whose steps always have one micro-step, or a callback sets the number of micro-steps.
         """
+        refuse_nested_fits(trainer)
         if elastic is not None:
             refuse_own_micro_steps(trainer)
         options = engine.options

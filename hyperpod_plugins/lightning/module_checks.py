@@ -20,6 +20,7 @@ from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
     Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LightningModule,
     ModelPruning,
     StochasticWeightAveraging,
@@ -152,6 +153,20 @@ def refuse_copying_callbacks(trainer: Trainer) -> None:
                 "that recovery restores, and the optimizer steps on, would no longer be those of the module. Prune "
                 "before training, or after it."
             )
+
+
+def refuse_nested_fits(trainer: Trainer) -> None:
+    """Raise if a callback trains inside the fit, in a job with recovery: a replacement would do so alone.
+
+    Raises:
+        ConfigError: `LearningRateFinder`, which `Tuner.lr_find` adds, too.
+    """
+    if any(isinstance(each, LearningRateFinder) for each in callbacks_of(trainer)):
+        raise ConfigError(
+            "LearningRateFinder trains, and then returns to a checkpoint, before the first step. A process that "
+            "replaces a lost one would do so alone, and the others would wait. Find the rate in a job of its own, with "
+            "CheckpointlessRecovery(enabled=False), and set it here."
+        )
 
 
 def refuse_validation_by_clock(trainer: Trainer) -> None:

@@ -14,6 +14,7 @@ from hyperpod_plugins.lightning import HyperPodStrategy
 from hyperpod_plugins.lightning.module_checks import (
     ends_steps,
     refuse_copying_callbacks,
+    refuse_nested_fits,
     refuse_validation_by_clock,
     warn_of_placement,
 )
@@ -225,6 +226,12 @@ def test_callbacks_that_keep_parameters_of_their_own_are_refused(callback, told)
     refuse_copying_callbacks(make_trainer("hyperpod", callbacks=[callbacks.WeightAveraging()]))
     with pytest.raises(ConfigError, match=told):
         refuse_copying_callbacks(make_trainer("hyperpod", callbacks=[callback]))
+
+
+def test_a_callback_that_trains_inside_the_fit_is_refused():
+    refuse_nested_fits(make_trainer("hyperpod"))
+    with pytest.raises(ConfigError, match=r"LearningRateFinder trains, .*CheckpointlessRecovery\(enabled=False\)"):
+        refuse_nested_fits(make_trainer("hyperpod", callbacks=[callbacks.LearningRateFinder()]))
 
 
 def test_validation_after_a_time_is_refused():
