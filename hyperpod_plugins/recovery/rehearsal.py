@@ -34,10 +34,10 @@ from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
+    StepGradients,
     differing,
     differing_names,
     first_kind,
-    gradient_digests,
     local_digests,
     named_tensors,
     state_digests,
@@ -113,6 +113,7 @@ class Rehearsal:
         self._batches: dict[str, int] = {}
         self._step = -1
         self._begun: Digests = {}
+        self._gradients: StepGradients | None = None
         self._besides: StateReadBack | None = None
         self._in_rest: RemovableHandle | None = None
         self._refused = ""
@@ -204,7 +205,9 @@ class Rehearsal:
 
     def before_compute(self, step: int) -> None:
         """Record the state before the step is computed, when everything that it may change has been saved."""
-        held = state_digests(self._state) | unowned_digests(self._state) if self._looks_at(step) else {}
+        looks = self._looks_at(step)
+        held = state_digests(self._state) | unowned_digests(self._state) if looks else {}
+        self._gradients = StepGradients(self._state.model) if looks else None
         if self._job is not None:
             self._job.write(step, "begun", held)
         self._begun = held | self._values() if step in self._steps else {}
@@ -339,7 +342,7 @@ class Rehearsal:
             raise RehearsalFailed(self._refused)
 
     def _computed(self, *, with_state: bool = False) -> dict[str, int]:
-        gradients = gradient_digests(self._state.model)
+        gradients = {} if self._gradients is None else self._gradients.digests()
         return gradients | state_digests(self._state) if with_state else gradients
 
     def _alike(self) -> dict[str, torch.Tensor]:

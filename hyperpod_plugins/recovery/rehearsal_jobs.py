@@ -237,6 +237,7 @@ def first_difference(
     """The earliest difference between two jobs; None if all digests agree.
 
     After the last step only what both jobs have recorded is compared: a process that starts again records tensors only.
+    So are gradients, of which some may be those of an earlier step; see `StepGradients`.
 
     Args:
         wanted: digests of the job without a fault; points that it does not have are skipped.
@@ -248,7 +249,7 @@ def first_difference(
     for line in found:
         expected = wanted.get(line.place, line.digests)
         differing = differing_names(expected, line.digests) - {*ignored}
-        if line.point == "end":
+        if line.point in ("gradients", "end"):
             differing &= expected.keys() & line.digests.keys()
         shown = {name for name in differing if name.startswith("logged ") and name in expected and name in line.digests}
         names = first_kind(shown if of_shown else differing - shown)

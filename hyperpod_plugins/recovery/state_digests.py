@@ -7,7 +7,7 @@ of the trainer or loop. They show that something differs and where it appeared f
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,13 +156,35 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor_checksum(each) for name, each in tensors.items()}
 
 
-def gradient_digests(model: nn.Module) -> dict[str, int]:
-    """Digests of this rank's gradients; parameters without a gradient are left out."""
-    return {
-        f"gradient {name}": tensor_checksum(local_part(parameter.grad))
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+class StepGradients:
+    """Digests of the gradients that a step computes on this rank.
+
+    A program with manual optimization may leave those of an earlier step until it computes them again, which it does
+    not do in each step; a replacement has none. They are left out, and so are zeros in their place, which a step that
+    was undone leaves.
+
+    Args:
+        model: whose step begins.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._earlier = {name: tensor_checksum(grad) for name, grad in _gradients(model)}
+
+    def digests(self) -> dict[str, int]:
+        """Digests by name; parameters without a gradient of this step are left out."""
+        found = {name: (grad, tensor_checksum(grad)) for name, grad in _gradients(self._model)}
+        return {
+            f"gradient {name}": checksum
+            for name, (grad, checksum) in found.items()
+            if name not in self._earlier or (checksum != self._earlier[name] and bool(grad.any()))
+        }
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, local_part(parameter.grad)
 
 
 def unowned_digests(state: TrainingState) -> dict[str, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from recovery.faults import PRELOAD
+from torch import nn
 
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
@@ -43,7 +44,7 @@ from hyperpod_plugins.recovery.rehearsed_job import (
 )
 from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
 from hyperpod_plugins.recovery.snapshot import SnapshotPolicy
-from hyperpod_plugins.recovery.state_digests import Difference, differing, value_digests
+from hyperpod_plugins.recovery.state_digests import Difference, StepGradients, differing, value_digests
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")
@@ -69,6 +70,17 @@ def test_values_are_told_apart_whatever_holds_them():
     saved, again = ({"best": f"/out/step=4{version}.ckpt", "k": {f"/out{version}": 1}} for version in ("", "-v1"))
     assert value_digests(saved) == value_digests(again)  # files of the job before are in the way
     assert value_digests({"o": object()}) == value_digests({"o": object()})  # addresses tell nothing
+
+
+def test_gradients_of_an_earlier_step_are_not_those_of_a_step():
+    model = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("stale", "added", "zeroed", "new")})
+    for name in ("stale", "added", "zeroed"):
+        model[name].weight.grad = torch.ones(1, 2)
+    gradients = StepGradients(model)
+    model["added"].weight.grad += 1
+    model["zeroed"].weight.grad = torch.zeros(1, 2)
+    model["new"].weight.grad = torch.zeros(1, 2)
+    assert {*gradients.digests()} == {"gradient added.weight", "gradient new.weight"}
 
 
 def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_path):
