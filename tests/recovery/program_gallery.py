@@ -274,6 +274,94 @@ class LeavesOut(Plain):
         return -1 if index == 3 else None
 
 
+class ByHand(Plain):
+    """Writes the learning rate of each step, as many loops do, and has no schedule."""
+
+    def on_train_batch_start(self, batch, index):
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
+            group["weight_decay"] *= 0.97
+
+
+class Critic(Plain):
+    """A critic that trains in each step, whose weights are clipped there, and a generator that trains in each third."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(8, 1)
+        self.register_buffer("noise", torch.ones(()))
+
+    def training_step(self, batch, index):
+        generator, critic = self.optimizers()
+        x, _ = batch
+        critic_loss = (self.critic(x) - self.critic(x + torch.randn_like(x) * self.noise)).mean()
+        critic.zero_grad()
+        self.manual_backward(critic_loss)
+        critic.step()
+        with torch.no_grad():
+            for weight in self.critic.parameters():
+                weight.clamp_(-0.3, 0.3)
+        if (index + 1) % 3 == 0:
+            loss = self.loss(batch)
+            generator.zero_grad()
+            self.manual_backward(loss)
+            generator.step()
+            self.log("loss", loss)
+            self.noise.mul_(0.9)
+        self.log("critic_loss", critic_loss)
+
+    def configure_optimizers(self):
+        return tuple(torch.optim.RMSprop(each.parameters(), 1e-2) for each in (self.net, self.critic))
+
+
+class Contrastive(Plain):
+    """Its loss is over the samples of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, index):
+        found = nn.functional.normalize(self.net(batch[0]), dim=-1)
+        of_all = self.all_gather(found, sync_grads=True).flatten(0, 1)
+        wanted = torch.arange(len(found)) + self.global_rank * len(found)
+        loss = nn.functional.cross_entropy(found @ of_all.T / self.temperature.clamp(min=0.1), wanted)
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+
+class OwnHooks(Plain):
+    """Clips, zeroes and schedules in hooks of its own, and logs with many reductions."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.5 + 0.1 * self.current_epoch, gradient_clip_algorithm="norm")
+
+    def optimizer_zero_grad(self, epoch, index, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step(self.global_step / 7)
+
+    def on_train_epoch_start(self):
+        self.log("epoch_started", float(self.current_epoch))
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max", sync_dist=True)
+        self.log("smallest", loss, on_epoch=True, on_step=False, reduce_fx=torch.min)
+        self.log_dict({"double": loss * 2, "triple": loss * 3}, on_epoch=True, batch_size=3)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("seen", self.trainer.callback_metrics["largest"] * 2)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.NAdam(self.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 class LoggedAfter(Plain):
     """Logs a mean of the epoch after each step."""
 
@@ -361,6 +449,13 @@ PROGRAMS = {
     "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.8}),
     "recurrent": lambda: (Recurrent(), shuffled(), {}),
     "leaves_out": lambda: (LeavesOut(), shuffled(), {}),
+    "by_hand": lambda: (ByHand(), shuffled(), {}),
+    "critic": lambda: (Critic(), shuffled(), {}),
+    "contrastive": lambda: (Contrastive(), shuffled(), {"accumulate_grad_batches": 2}),
+    "own_hooks": lambda: (OwnHooks(), shuffled(), {}),
+    "averaged": lambda: (Plain(), shuffled(), {"callbacks": [C.StochasticWeightAveraging(1e-3)]}),
+    "pruned": lambda: (Plain(), shuffled(), {"callbacks": [C.ModelPruning("l1_unstructured", amount=0.1)]}),
+    "finds_rate": lambda: (Plain(), shuffled(), {"callbacks": [C.LearningRateFinder()]}),
     "logged_after": lambda: (LoggedAfter(), shuffled(), {}),
     "data_module": lambda: (Plain(), Data(), {}),
     "stream": lambda: (Plain(), DataLoader(Stream(), BATCH, num_workers=2), {}),
@@ -383,6 +478,14 @@ PROGRAMS = {
     ),
     "few_batches": lambda: (Plain(), shuffled(), {"overfit_batches": 4}),
 }
+
+
+TOLD = {
+    "averaged": "StochasticWeightAveraging copies the module before it is sharded",
+    "pruned": "ModelPruning replaces parameters by masked copies",
+    "finds_rate": "LearningRateFinder trains, and then returns to a checkpoint, before the first step",
+}
+"""Words with which programs are refused."""
 
 
 if __name__ == "__main__":
