@@ -11,7 +11,6 @@ epoch or of the fit. `SkipBatches` resumes in the middle of an epoch with loader
 import dis
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, TracebackType
@@ -342,8 +341,11 @@ class SkipBatches:
         count, self._count = self._count, 0
         if count >= self._trainer.num_training_batches:  # nothing left; Lightning keeps this iterator for later
             count = 0
-        combined = self._trainer.fit_loop._combined_loader
-        if combined is not None and combined._mode == "max_size_cycle":
-            with suppress(TypeError):  # a loader without a length is never the shorter one
-                count %= max(1, len(self._loader))  # a shorter loader next to a longer one has started over
-        yield from itertools.islice(iter(self._loader), count, None)
+        combined: Any = self._trainer.fit_loop._combined_loader
+        batches = iter(self._loader)
+        while count and (num_skipped := sum(1 for _ in itertools.islice(batches, count))):
+            count -= num_skipped
+            if count and combined is not None and combined._mode == "max_size_cycle":
+                batches = iter(self._loader)  # a shorter loader next to a longer one has started over
+                combined._iterator._consumed[combined.flattened.index(self)] = True
+        yield from batches

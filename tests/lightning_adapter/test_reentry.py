@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from device import ACCELERATOR
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -135,6 +137,38 @@ def test_a_loader_without_order_is_refused_for_training():
     loader = torch.utils.data.DataLoader(torch.ones(4, 4), num_workers=1, in_order=False)
     with pytest.raises(ConfigError, match="in_order=False"):
         rest_of_epoch(loader, 0, trainer)
+
+
+class Stream:
+    """A loader that does not know its length."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("mode", "num_batches"), [("max_size_cycle", 8), ("max_size", 8), ("min_size", 3)])
+def test_several_loaders_that_skip_what_is_done_go_on_as_they_would_have(mode, num_batches, order):
+    """The shorter one is in its third round at the end, and where no loader has a length, the longer one must not
+    begin again."""
+    loaders = [Stream("abc"), Stream(range(8))][::order]
+    everything = [batch for batch, _, _ in CombinedLoader(loaders, mode)]
+    assert len(everything) == num_batches
+    for num_done in range(num_batches):
+        trainer = SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace())
+        combined = CombinedLoader([rest_of_epoch(each, num_done, trainer) for each in loaders], mode)
+        trainer.fit_loop._combined_loader = combined
+        assert [batch for batch, _, _ in combined] == everything[num_done:]
+        assert [batch for batch, _, _ in combined] == everything
+
+
+def test_a_loader_with_nothing_to_skip_ends():
+    trainer = SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace())
+    trainer.fit_loop._combined_loader = CombinedLoader([rest_of_epoch(Stream(""), 2, trainer)], "max_size_cycle")
+    assert list(trainer.fit_loop._combined_loader.flattened[0]) == []
 
 
 @pytest.mark.slow_single
