@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
 else:
@@ -179,6 +180,7 @@ else:
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
     TrainerStatus = _get(f"{_pl}.trainer.states", "TrainerStatus")
+    CombinedLoader = _get(f"{_pl}.utilities.combined_loader", "CombinedLoader")
     SIGTERMException = _get(f"{_pl}.utilities.exceptions", "SIGTERMException")
     is_overridden = _get(f"{_pl}.utilities.model_helpers", "is_overridden")
 
@@ -186,6 +188,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "Checkpoint",
+    "CombinedLoader",
     "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",

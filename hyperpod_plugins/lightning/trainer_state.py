@@ -10,7 +10,7 @@ between steps. `rewind` converts the former to the latter; the rest is Lightning
 import copy
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
+    CombinedLoader,
     Trainer,
     callbacks_of,
+    original,
     override,
-    restore,
 )
 from hyperpod_plugins.lightning.module_checks import initial_micro_steps
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -395,12 +396,16 @@ def make_loaders_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None
     for loop, epoch in zip((trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop), made_at, strict=False):
         if every > 1 and loop._combined_loader is None and epoch >= 0:  # the epoch is -inf before loaders exist
             source = loop._data_source
-            override(source, "dataloader", partial(_made_in, trainer, source, epoch, epoch + every))
+            undo: list[Callable[[], None]] = []
+            undo.append(
+                override(source, "dataloader", partial(_made_in, trainer, source, (epoch, epoch + every), undo))
+            )
 
 
-def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
-    """Create loaders as in `epoch`, unless `next_epoch` has been reached, when the next ones are due."""
-    restore(source, "dataloader")
+def _made_in(trainer: Trainer, source: Any, epochs: tuple[int, int], undo: list[Callable[[], None]]) -> Any:
+    """Create loaders as in the first of two epochs, unless the second one has been reached, when the next are due."""
+    epoch, next_epoch = epochs
+    undo.pop()()
     counts: Any = trainer.fit_loop.epoch_progress.current
     present = counts.completed
     if present < next_epoch:
@@ -409,6 +414,21 @@ def _made_in(trainer: Trainer, source: Any, epoch: int, next_epoch: int) -> Any:
         return source.dataloader()
     finally:
         counts.completed = present
+
+
+def copy_collections(trainer: Trainer) -> None:
+    """Give the loops copies of each `CombinedLoader` of the program, from now on.
+
+    Lightning replaces the loaders in it by those that it has processed for the present world, and would process these
+    when a fit is entered again.
+    """
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        override(loop._data_source, "dataloader", partial(_copied, loop._data_source))
+
+
+def _copied(source: Any) -> Any:
+    loaders = original(source, "dataloader")()
+    return copy.copy(loaders) if isinstance(loaders, CombinedLoader) else loaders
 
 
 def last_saves(trainer: Trainer) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks, rest_of_epoch
 from hyperpod_plugins.lightning.trainer_entries import entries
+from hyperpod_plugins.lightning.trainer_state import copy_collections
 from hyperpod_plugins.recovery import Member, abort
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -169,6 +170,21 @@ def test_a_loader_with_nothing_to_skip_ends():
     trainer = SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace())
     trainer.fit_loop._combined_loader = CombinedLoader([rest_of_epoch(Stream(""), 2, trainer)], "max_size_cycle")
     assert list(trainer.fit_loop._combined_loader.flattened[0]) == []
+
+
+def test_a_collection_of_loaders_stays_as_the_program_has_made_it():
+    """Lightning writes the loaders of the present world into it."""
+    loaders = torch.utils.data.DataLoader(torch.ones(4, 4)), torch.utils.data.DataLoader(torch.ones(4, 4))
+    given, trainer = CombinedLoader({"one": loaders[0], "other": loaders[1]}, "min_size"), trainer_with()
+    copy_collections(trainer)
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._data_source.instance = given
+        for _ in range(2):
+            made = loop._data_source.dataloader()
+            assert made.flattened == list(loaders)
+            assert made._mode == "min_size"
+            made.flattened = ["of this", "world"]
+            assert made.iterables == {"one": "of this", "other": "world"}
 
 
 @pytest.mark.slow_single

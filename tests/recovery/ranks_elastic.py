@@ -10,6 +10,7 @@ warnings.filterwarnings("ignore")
 import lightning.pytorch as pl
 import torch
 from faults import ACCELERATOR, Faults, devices, noticed
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from hyperpod_plugins.data import TokenDataset
@@ -46,7 +47,7 @@ class Module(pl.LightningModule):
         time.sleep(option("STEP_S", 0.0))
         if index % self.trainer.accumulate_grad_batches == 0:
             self.ids, self.loss = [], 0.0
-        ids = batch["input_ids"]
+        ids = (batch[0] if isinstance(batch, list) else batch)["input_ids"]
         x = torch.sin(ids * torch.arange(1, WIDTH + 1) / 7.0)
         loss = (self.net(x) - x.flip(1)).square().mean()
         self.ids += ids.flatten().tolist()
@@ -145,7 +146,11 @@ def main():
     )
     data = TokenDataModule(os.environ["TOKENS"], config=TokenDataConfig(sequence_length=1))
     if option("ORDINARY", 0):
-        data = torch.utils.data.DataLoader(TokenDataset(os.environ["TOKENS"], 1), batch_size=MICRO_BATCH)
+        loaders = [
+            torch.utils.data.DataLoader(TokenDataset(os.environ["TOKENS"], 1), batch_size=MICRO_BATCH, drop_last=True)
+            for _ in range(option("ORDINARY", 0))
+        ]
+        data = loaders[0] if len(loaders) == 1 else CombinedLoader(loaders, "min_size")
     callbacks = [recovery, elastic, LossCurve(elastic), StopWhenTold()]
     every = option("CHECKPOINT_EVERY", 0)
     if every:

@@ -118,6 +118,8 @@ def test_asked_for_from_a_shell_to_every_size(nodes):
 
 
 def test_a_node_that_gets_notice_leaves_between_two_steps(nodes):
+    """With two ordinary DataLoaders in a `CombinedLoader`, in which Lightning keeps those of the present world."""
+    nodes.environ |= {"ORDINARY": "2"}
     nodes.start("a")
     nodes.await_store()
     nodes.start("b")
