@@ -186,6 +186,10 @@ class ElasticSampler(Sampler[list[int]]):
         """Count `micro_step` as consumed."""
         self._cursor = micro_step.after
 
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch, as after the last list: the trainer ends epochs before that."""
+        self._cursor = Cursor(epoch=self._cursor.epoch + 1)
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, or keep the position if it is inside that epoch.
 

@@ -228,16 +228,22 @@ class TrainerLoader(StatefulLoader):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the saved position, and set the Trainer's batch counts to match it."""
+        """Continue at the saved position, and set the Trainer's batch counts to match it.
+
+        Where a limit or a shorter loader ends epochs, that is the beginning of the next epoch.
+        """
         super().load_state_dict(state_dict)
         if not state_dict["position"]:
             return  # the start of an epoch, where Lightning counts from zero anyway
-        sampler = self.batch_sampler
+        sampler, combined = self.batch_sampler, self._trainer.fit_loop._combined_loader
+        length = len(sampler) if combined is None else int(min(len(sampler), _epoch_length(combined)))
+        if sampler.cursor.epoch == state_dict["epoch"] and sampler.micro_steps_done >= length:
+            sampler.end_epoch()
         is_epoch_over = sampler.cursor.epoch > state_dict["epoch"]
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         num_open = current.ready - current.completed  # a state saved inside a hook has one uncompleted batch
-        num_done = len(sampler) if is_epoch_over else sampler.micro_steps_done
-        num_batches = num_done + (0 if is_epoch_over else sampler.micro_steps_left)
+        num_done = length if is_epoch_over else sampler.micro_steps_done
+        num_batches = len(sampler) if is_epoch_over else num_done + sampler.micro_steps_left
         self._shorter = (sampler.cursor.epoch, num_batches) if num_batches < len(sampler) else None
         current.load_state_dict(
             {"ready": num_done, "started": num_done, "processed": num_done, "completed": num_done - num_open}
@@ -252,6 +258,41 @@ class TrainerLoader(StatefulLoader):
         loop.max_batches = loop._data_fetcher.length = length
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+
+
+def refuse_early_ends(trainer: Trainer) -> None:
+    """Raise if epochs do not end with the loaders for training, and that could not be resumed exactly.
+
+    Raises:
+        ConfigError: a limit or a shorter loader ends epochs before the loader, which does not know the trainer.
+    """
+    combined = trainer.fit_loop._combined_loader
+    for each in [] if combined is None else combined.flattened:
+        is_apart = isinstance(each, StatefulLoader) and not isinstance(each, TrainerLoader)
+        if is_apart and _length_of(each) > _epoch_length(combined):
+            raise ConfigError(
+                f"an epoch ends after {_epoch_length(combined)} batches (limit_train_batches, or a shorter loader), "
+                f"but a StatefulLoader for training has {_length_of(each)}: a process that resumes, or replaces a lost "
+                "one, between two epochs would read the rest of the former one. Use a TrainerLoader, which takes the "
+                "trainer as its first argument, or let epochs end with the loader."
+            )
+
+
+def _epoch_length(combined: Any) -> float:
+    """Batches of an epoch: of the shortest loader with "min_size", else of the longest one; a limit applies to each."""
+    lengths = [_length_of(each) for each in combined.flattened]
+    limited = [min(pair) for pair in zip(lengths, combined.limits or lengths, strict=True)]
+    return min(limited) if combined._mode == "min_size" else max(limited)
+
+
+def _length_of(loader: Any) -> float:
+    """Batches of a whole epoch of one loader; infinite if it does not say."""
+    if isinstance(loader, StatefulLoader):
+        return len(loader.batch_sampler)
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return float("inf")
 
 
 def sample_weight_of(trainer: Trainer, batch_index: int) -> float:

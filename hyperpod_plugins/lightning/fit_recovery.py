@@ -424,7 +424,7 @@ class FitRecovery(NullFitRecovery):
             results.clear()
 
     def _end_part(self, part: str) -> None:
-        """Wait until all ranks have ended the part.
+        """Wait until all ranks have ended the part; at the beginning of an epoch, only note where the loaders are.
 
         [Note: parts that end together] After a loss all ranks continue from one common position, so a part before it
         that some rank had not finished would never be run there. Therefore no rank continues past a part until all
@@ -433,6 +433,9 @@ class FitRecovery(NullFitRecovery):
         """
         if self.trainer.sanity_checking:
             self.member.collectives.pause(is_paused=False)
+            return
+        if part == EPOCH_BEGIN:
+            self.window.note_loaders()
             return
         try:
             self.transaction.barrier()
@@ -481,8 +484,7 @@ class FitRecovery(NullFitRecovery):
             accumulate_as_others(trainer, self._entered_with)
         self._entered_with = {}
         self._skip_batches = 0  # every loader skips its batches by now; one created later starts its epoch
-        loader = trainer.fit_loop._combined_loader
-        self.window.set_loader_states([] if loader is None else loader._state_dicts())
+        self.window.note_loaders()
 
     def _check_program(self) -> None:
         """Refuse a program that could not be recovered exactly, or not at each size that the job may have."""

@@ -34,7 +34,8 @@ def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Call
     Args:
         trainer: about to fit.
         begin: called with each part that begins.
-        end: called with each evaluation or epoch end that has ended; other parts last until the next one begins.
+        end: called with each evaluation or epoch end that has ended, and after the first hooks of an epoch, whose part
+            lasts until the next one begins.
     """
 
     def begun(part: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -42,7 +43,7 @@ def install_part_hooks(trainer: Trainer, begin: Callable[[str], None], end: Call
             loop._restarting = False
         begin(part)
         found = run(*args)
-        if part in (EVALUATION_BEGIN, EPOCH_END):
+        if part != FIT_END:
             end(part)
         return found
 

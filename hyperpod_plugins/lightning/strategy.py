@@ -43,7 +43,7 @@ from hyperpod_plugins.lightning.compat import (
     optimizers_to_device,
     reset_seed,
 )
-from hyperpod_plugins.lightning.datamodule import sample_weight_of
+from hyperpod_plugins.lightning.datamodule import refuse_early_ends, sample_weight_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
@@ -580,6 +580,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         """Prepare recovery once the loops have been restored."""
         if self._rank_check is not None:
             self._rank_check.begin()
+        refuse_early_ends(self._trainer)
         self._recovery.fit.on_train_start()
 
     @override

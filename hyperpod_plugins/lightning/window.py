@@ -264,16 +264,20 @@ class AccumulationWindow:
 
     def note_fetched(self) -> None:
         """Note the loaders' positions after a batch was fetched, and those before this window."""
-        loader = self._trainer.fit_loop._combined_loader
         if self.is_empty:  # a step begins with the loader state after the previous batch
             self._loaders_before = self._loaders_now
+        self.note_loaders()
+
+    def note_loaders(self) -> None:
+        """Note the loaders' positions as they are.
+
+        Call it also when an epoch has begun: the position after the last batch lies inside the former epoch if a limit
+        or a shorter loader has ended that.
+        """
+        loader = self._trainer.fit_loop._combined_loader
         # `_state_dicts` runs `isinstance` with a protocol, which takes 0.05 ms.
         can_say = loader is not None and any(map(is_stateful, loader.flattened))
         self._loaders_now = copy.deepcopy(loader._state_dicts()) if loader is not None and can_say else []
-
-    def set_loader_states(self, loader_states: list[Any]) -> None:
-        """Set the loaders' state before the first batch."""
-        self._loaders_now = loader_states
 
     def add(self, closure: Callable[[], Any]) -> None:
         """Add a micro-step to the window."""

@@ -4,16 +4,18 @@ import contextlib
 import json
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from device import ACCELERATOR
+from lightning.pytorch.utilities import CombinedLoader
 
-from hyperpod_plugins.data import sample_order, write_tokens
+from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, sample_order, write_tokens
 from hyperpod_plugins.errors import ConfigError, DatasetChanged
-from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule
+from hyperpod_plugins.lightning.datamodule import TokenDataConfig, TokenDataModule, refuse_early_ends
 
 SEQUENCE = 4
 pytestmark = [
@@ -184,6 +186,125 @@ def test_limited_and_overfitted_epochs(tmp_path):
     limited = Recorder()
     trainer(tmp_path, accumulate=2, max_epochs=2, limit_train_batches=4).fit(limited, datamodule=module(tmp_path))
     assert limited.seen == expected(2)[:4] + expected(2)[10:14]
+
+
+@pytest.mark.slow_single
+@pytest.mark.parametrize("cut", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("limit", [4, 0.45])
+def test_a_cut_in_epochs_that_a_limit_ends(tmp_path, cut, limit):
+    """4 of 10 batches; 4 and 8 are saved inside the last batch of an epoch."""
+    first, second = Recorder(stop_after=cut), Recorder()
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, accumulate=2, limit_train_batches=limit).fit(first, datamodule=module(tmp_path))
+    resumed = trainer(tmp_path, accumulate=2, limit_train_batches=limit)
+    resumed.fit(second, datamodule=module(tmp_path), ckpt_path=tmp_path / "cut.ckpt")
+    assert first.seen + second.seen == [batch for start in (0, 10, 20) for batch in expected(3)[start : start + 4]]
+    assert first.epochs + second.epochs == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.slow_single
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided.*")
+@pytest.mark.parametrize("on_epoch_end", [False, True])
+def test_a_checkpoint_after_an_epoch_that_a_limit_has_ended(tmp_path, on_epoch_end):
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "checkpoints", save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=on_epoch_end
+    )
+    options = {"accumulate": 2, "max_epochs": 2, "limit_train_batches": 4}
+    first, second = Recorder(), Recorder()
+    trainer(tmp_path, **options, enable_checkpointing=True, callbacks=[checkpoint]).fit(
+        first, datamodule=module(tmp_path)
+    )
+    trainer(tmp_path, **options).fit(
+        second, datamodule=module(tmp_path), ckpt_path=tmp_path / "checkpoints" / "epoch=0.ckpt"
+    )
+    assert first.seen[:4] + second.seen == expected(2)[:4] + expected(2)[10:14]
+
+
+class Pairs(pl.LightningModule):
+    """Records the sample ids of two loaders."""
+
+    def __init__(self, stop_after=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen, self.stop_after = [], stop_after
+
+    def training_step(self, batch, index):
+        self.seen.append([(each["input_ids"][:, 0] // SEQUENCE).tolist() for each in batch])
+        return (self.weight - 1.0) ** 2
+
+    def on_train_batch_end(self, *_):
+        if len(self.seen) == self.stop_after:
+            self.trainer.save_checkpoint(self.trainer.default_root_dir + "/cut.ckpt")
+            raise KeyboardInterrupt
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Several(pl.LightningDataModule):
+    """Loaders of several token files."""
+
+    def __init__(self, modules, mode):
+        super().__init__()
+        self.modules, self.mode = modules, mode
+
+    def train_dataloader(self):
+        for each in self.modules:
+            each.trainer = self.trainer
+        loaders = [each.train_dataloader() for each in self.modules]
+        return CombinedLoader(loaders, self.mode) if self.mode else loaders
+
+
+def several(folder, mode, *numbers_of_samples):
+    modules = []
+    for number in numbers_of_samples:
+        (folder / str(number)).mkdir(exist_ok=True)
+        modules.append(module(folder / str(number), num_samples=number, num_val=0))
+    return Several(modules, mode)
+
+
+@pytest.mark.slow_single
+@pytest.mark.parametrize(
+    ("mode", "numbers", "limit"),
+    [
+        ("min_size", (42, 26), None),
+        ("min_size", (26, 42), None),
+        ("", (42, 41), None),  # five steps each
+        ("max_size_cycle", (26, 42), 4),  # ended before the shorter one is
+    ],
+)
+def test_several_loaders_are_cut_anywhere(tmp_path, mode, numbers, limit):
+    options = {"accumulate": 2, "max_epochs": 2, "limit_train_batches": limit}
+    whole = Pairs()
+    trainer(tmp_path, **options).fit(whole, datamodule=several(tmp_path, mode, *numbers))
+    per_epoch = len(whole.seen) // 2
+    for cut in (1, per_epoch - 1, per_epoch, per_epoch + 1):
+        first, second = Pairs(stop_after=cut), Pairs()
+        with pytest.raises(SystemExit):
+            trainer(tmp_path, **options).fit(first, datamodule=several(tmp_path, mode, *numbers))
+        trainer(tmp_path, **options).fit(
+            second, datamodule=several(tmp_path, mode, *numbers), ckpt_path=tmp_path / "cut.ckpt"
+        )
+        assert first.seen + second.seen == whole.seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "limits", "refused"),
+    [
+        ("min_size", (8, 4), None, "an epoch ends after 4 batches"),
+        ("max_size_cycle", (8, 8), None, ""),
+        ("max_size_cycle", (8, 8), [2, 2], "an epoch ends after 2 batches .* but a StatefulLoader for training has 8"),
+        ("max_size_cycle", (8,), [2], "an epoch ends after 2 batches"),
+        ("max_size_cycle", (8,), [8], ""),
+        ("max_size_cycle", (8,), None, ""),
+    ],
+)
+def test_stateful_loaders_that_do_not_know_the_trainer(mode, lengths, limits, refused):
+    split = BatchSplit(global_batch_size=4, micro_batch_size=4, data_world_size=1)
+    loaders = [StatefulLoader(range(4 * each), ElasticSampler(4 * each, split)) for each in lengths]
+    combined = SimpleNamespace(flattened=loaders, limits=limits, _mode=mode)
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        refuse_early_ends(SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=combined)))
 
 
 def fit_ranks(folder, accumulate, stop_after=None, ckpt_path=None):

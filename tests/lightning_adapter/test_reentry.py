@@ -194,7 +194,8 @@ def test_parts_are_told_of_before_their_hooks_and_after_them():
     install_part_hooks(trainer, calls.append, lambda part: calls.append(f"{part} has ended"))
     trainer.fit(Module())
     evaluation = [EVALUATION_BEGIN, "validation start", "validation end", f"{EVALUATION_BEGIN} has ended"]
-    epoch = [EPOCH_BEGIN, "epoch start", *evaluation, EPOCH_END, "epoch end", f"{EPOCH_END} has ended"]
+    first_hooks = [EPOCH_BEGIN, "epoch start", f"{EPOCH_BEGIN} has ended"]
+    epoch = [*first_hooks, *evaluation, EPOCH_END, "epoch end", f"{EPOCH_END} has ended"]
     assert calls == [*evaluation, *epoch, *epoch, FIT_END, "train end"]
 
 

@@ -167,6 +167,7 @@ def main():
         accelerator=ACCELERATOR,
         devices=devices(int(os.environ["LOCAL_WORLD_SIZE"])),
         max_steps=option("STEPS", 100_000),
+        limit_train_batches=option("LIMIT", 1.0),
         logger=False,
         callbacks=callbacks,
         enable_checkpointing=bool(every),

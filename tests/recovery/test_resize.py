@@ -159,6 +159,21 @@ def test_a_node_that_comes_just_before_the_first_step(nodes):
     assert_whole_steps(nodes.steps(), num_steps)
 
 
+def test_a_rank_that_is_lost_as_an_epoch_begins_after_one_that_a_limit_has_ended(tmp_path, tokens):
+    num_steps, per_epoch = 30, NUM_SAMPLES // BATCH // 2
+    environ = {"TOKENS": str(tokens), "STEPS": str(num_steps), "LIMIT": "0.5"}
+    job = run_job(
+        "ranks_elastic.py", tmp_path, faults=[["forward", per_epoch, 1, "kill"]], num_ranks=2, environ=environ
+    )
+    assert job.code == 0, job.output[-8000:]
+    records = job.records("step", 2)
+    for step in range(num_steps):
+        epoch, begin = step // per_epoch, step % per_epoch * BATCH
+        wanted = sample_order(range(begin, begin + BATCH), num_samples=NUM_SAMPLES, seed=0, epoch=epoch).tolist()
+        found = [i for rank in records for each in rank if each["step"] == step for i in each["ids"]]
+        assert sorted(found) == sorted(wanted), step
+
+
 def test_increments(nodes):
     """One replica or three: a second node waits for a third, and is left out with it."""
     nodes.environ |= {"MAX_REPLICAS": "3", "INCREMENT": "2"}
