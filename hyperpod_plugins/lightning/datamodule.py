@@ -14,7 +14,7 @@ from typing_extensions import override
 from hyperpod_plugins.data import BatchSplit, ElasticSampler, StatefulLoader, TokenDataset
 from hyperpod_plugins.data.loader import LoaderOptions
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
     Callback,
     LightningDataModule,
@@ -220,11 +220,19 @@ class TrainerLoader(StatefulLoader):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        """The remaining batches of the present epoch."""
+        """The remaining batches of the present epoch.
+
+        Raises:
+            ConfigError: see `refuse_shorter_loaders`; with the first batch, as Lightning fails in its own way before.
+        """
         if self._shorter is not None and self.batch_sampler.cursor.epoch != self._shorter[0]:
             self._shorter = None
             self._tell_length()
-        return super().__iter__()
+        return self._checked(super().__iter__())
+
+    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        refuse_shorter_loaders(self._trainer)
+        yield from batches
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -260,12 +268,40 @@ class TrainerLoader(StatefulLoader):
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
+def refuse_shorter_loaders(trainer: Trainer) -> None:
+    """Raise if a `StatefulLoader` for training ends before the epoch does.
+
+    In a `CombinedLoader` of the mode "max_size_cycle" it would begin again, with the samples of the next epoch.
+
+    Raises:
+        ConfigError: there are several loaders, and a longer one determines the length of an epoch.
+    """
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or len(combined.flattened) < 2:
+        return
+    lengths, length = [_length_of(each) for each in combined.flattened], _epoch_length(combined)
+    pairs = zip(combined.flattened, lengths, strict=True)
+    shorter = [number for each, number in pairs if isinstance(each, StatefulLoader) and number < length]
+    if shorter:
+        raise ConfigError(
+            f"there are {len(lengths)} train loaders, of {format_list(map(str, lengths))} batches, in the mode "
+            f'"{combined._mode}" ("max_size_cycle" is what Lightning uses if a program gives several loaders without a '
+            f"CombinedLoader), so the one of {shorter[0]} ends before the epoch of {length} does. It counts its "
+            "position in samples of its own epochs, which does not say where in an epoch the trainer is: a process "
+            "that resumes or replaces a lost one would read other samples. Use "
+            'CombinedLoader(loaders, "min_size"), loaders with equally many steps, or, without ElasticTraining, '
+            "ordinary DataLoaders."
+        )
+
+
 def refuse_early_ends(trainer: Trainer) -> None:
     """Raise if epochs do not end with the loaders for training, and that could not be resumed exactly.
 
     Raises:
-        ConfigError: a limit or a shorter loader ends epochs before the loader, which does not know the trainer.
+        ConfigError: see `refuse_shorter_loaders`; or a limit or a shorter loader ends epochs before the loader, which
+            does not know the trainer.
     """
+    refuse_shorter_loaders(trainer)
     combined = trainer.fit_loop._combined_loader
     for each in [] if combined is None else combined.flattened:
         is_apart = isinstance(each, StatefulLoader) and not isinstance(each, TrainerLoader)

@@ -288,12 +288,20 @@ def test_several_loaders_are_cut_anywhere(tmp_path, mode, numbers, limit):
         assert first.seen + second.seen == whole.seen
 
 
+@pytest.mark.slow_single
+@pytest.mark.parametrize("mode", ["", "max_size_cycle", "max_size"])
+def test_loaders_that_end_before_an_epoch_does(tmp_path, mode):
+    with pytest.raises(ConfigError, match=rf'of 6, 10 batches, in the mode "{mode or "max_size_cycle"}"'):
+        trainer(tmp_path, accumulate=2).fit(Pairs(), datamodule=several(tmp_path, mode, 26, 42))
+
+
 @pytest.mark.parametrize(
     ("mode", "lengths", "limits", "refused"),
     [
         ("min_size", (8, 4), None, "an epoch ends after 4 batches"),
         ("max_size_cycle", (8, 8), None, ""),
         ("max_size_cycle", (8, 8), [2, 2], "an epoch ends after 2 batches .* but a StatefulLoader for training has 8"),
+        ("max_size", (8, 4), None, "the one of 4 ends before the epoch of 8"),
         ("max_size_cycle", (8,), [2], "an epoch ends after 2 batches"),
         ("max_size_cycle", (8,), [8], ""),
         ("max_size_cycle", (8,), None, ""),

@@ -78,7 +78,8 @@ def job_store():
 
 def lay_out(job_store, world_size, **options):
     epoch_loop = type("Loop", (), {"update_lr_schedulers": lambda *_: None})()
-    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=epoch_loop), optimizers=[])
+    fit_loop = SimpleNamespace(epoch_loop=epoch_loop, _combined_loader=None)
+    trainer = SimpleNamespace(fit_loop=fit_loop, optimizers=[])
     if "samples_per_replica" not in options and "policy" not in options:
         options["global_batch_size"] = 8
     options = {"micro_batch_size": 2} | options
