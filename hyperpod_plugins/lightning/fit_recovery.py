@@ -31,6 +31,7 @@ from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.local_state import register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
 from hyperpod_plugins.lightning.module_checks import (
+    check_limit,
     check_validation_interval,
     check_validation_now,
     refuse_frequency_of_schedules,
@@ -492,6 +493,8 @@ class FitRecovery(NullFitRecovery):
         worlds = {} if self.elastic is None else self.elastic.epoch_lengths(trainer)
         refuse_unreadable(trainer, self._hooks)
         check_validation_interval(trainer, worlds)
+        follows_world = self.elastic is not None and self.elastic.options.batch.follows_world
+        check_limit(trainer, worlds, follows_world=follows_world)
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
         self._is_checked = True

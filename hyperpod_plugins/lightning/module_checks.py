@@ -304,6 +304,34 @@ def check_validation_interval(trainer: Trainer, worlds: Mapping[int, tuple[int, 
     )
 
 
+def check_limit(trainer: Trainer, worlds: Mapping[int, tuple[int, int]], *, follows_world: bool) -> None:
+    """Raise if `limit_train_batches` would end epochs after different samples at different sizes of an elastic job.
+
+    Args:
+        trainer: whose loaders exist.
+        worlds: see `check_validation_interval`.
+        follows_world: whether the global batch does.
+
+    Raises:
+        ConfigError: the limit depends on the size of the job.
+    """
+    limit = trainer.limit_train_batches
+    found = [(micro_steps, length, _limited(length, limit)) for micro_steps, length in worlds.values()]
+    if len(found) < 2 or all(limited == length for _, length, limited in found):
+        return
+    steps = {limited / micro_steps for micro_steps, _, limited in found}
+    if len(steps) == 1 and steps.pop().is_integer() and not follows_world:
+        return
+    each = [f"{limited} of {length} ({size})" for size, (_, length, limited) in zip(worlds, found, strict=True)]
+    raise ConfigError(
+        f"limit_train_batches={limit} ends an epoch after {format_list(each)} batches, by the number of replicas, and "
+        "ElasticTraining allows all of these: where the limit is not the same whole number of steps of a constant "
+        "global batch, an epoch in which the job changes its size would repeat or leave out samples. Give a fraction "
+        "that is a whole number of steps, such as 0.5 of an even number, train on a Subset of the dataset, or allow "
+        "one number of replicas."
+    )
+
+
 def _limited(num_batches: int, limit: float) -> int:
     """Training batches of an epoch, given Lightning's `limit_train_batches`: a number (int) or a fraction (float)."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)

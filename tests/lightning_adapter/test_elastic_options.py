@@ -17,6 +17,7 @@ from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split
 from hyperpod_plugins.lightning.elastic_training import ElasticState
 from hyperpod_plugins.lightning.module_checks import (
+    check_limit,
     check_validation_interval,
     refuse_frequency_of_schedules,
     refuse_own_micro_steps,
@@ -215,6 +216,28 @@ def test_validation_within_a_step_of_a_smaller_world(job_store, interval, limit,
     )
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         check_validation_interval(trainer, worlds)
+
+
+@pytest.mark.parametrize(
+    ("limit", "worlds", "follows_world", "refused"),
+    [
+        (1.0, {1: (2, 16), 2: (1, 8)}, False, ""),
+        (0.5, {1: (2, 16), 2: (1, 8)}, False, ""),  # four steps
+        (1.0, {1: (1, 16), 2: (1, 8)}, True, ""),
+        (4, {1: (2, 16)}, False, ""),
+        (3, {}, False, ""),  # not an elastic job
+        (4, {1: (2, 16), 2: (2, 16)}, False, ""),
+        (20, {1: (2, 16), 2: (1, 8)}, False, ""),  # more than there are
+        (4, {1: (2, 16), 2: (1, 8)}, False, r"ends an epoch after 4 of 16 \(1\), 4 of 8 \(2\) batches"),
+        (0.7, {1: (2, 16), 2: (1, 8)}, False, "after 11 of 16"),
+        (3, {1: (2, 16), 2: (2, 16)}, False, "after 3 of 16"),  # within a step, which another size begins again
+        (0.5, {1: (1, 16), 2: (1, 8)}, True, "whole number of steps of a constant global batch"),
+    ],
+)
+def test_limits_that_mean_other_samples_at_another_size(limit, worlds, follows_world, refused):
+    trainer = SimpleNamespace(limit_train_batches=limit)
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        check_limit(trainer, worlds, follows_world=follows_world)
 
 
 def test_validation_counted_over_sizes_with_different_numbers_of_micro_steps(job_store):
