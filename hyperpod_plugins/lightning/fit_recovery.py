@@ -326,10 +326,11 @@ class FitRecovery(NullFitRecovery):
         others = [chosen.rates] if chosen is not None and chosen.batch.follows_world else []
         self._hooks, self._rows = (SavingHooks(), LoggedRows()) if former is None else (former._hooks, former._rows)
         self._calls = CheckpointCalls() if former is None else former._calls
-        before = None if former is None else former.window
-        self.window = AccumulationWindow(trainer, state, save, self._hooks, self._calls, others=others, former=before)
+        window = None if former is None else former.window
+        self.window = AccumulationWindow(trainer, state, save, self._hooks, self._calls, others=others, former=window)
         if former is None or former._has_moved:
-            self.local = LocalStates(topology, self.member.rank)
+            before = None if former is None else former.local
+            self.local = LocalStates(topology, self.member.rank, former=before, former_ranks=engine.former_ranks)
             self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
         else:
             self.local, self.means, self.values = former.local, former.means, former.values

@@ -133,6 +133,8 @@ class RecoveryEngine:
         """Record of the existing checkpoints, on rank 0 within an entry; None if a restart could not use them."""
         self.has_moved = False
         """Whether this process has moved to another world since the last generation was formed."""
+        self.former_ranks: dict[int, int] = {}
+        """After a move: for each rank that was part of the former world, its rank there."""
         self.begins_at = NO_STATE
         """Committed steps at the beginning of the entry; NO_STATE until they are known."""
         self._entry, self._training_index, self._may_record = 0, 0, False
@@ -272,6 +274,8 @@ class RecoveryEngine:
                 log.warning("%s; the job continues without this process", world.cause)
                 member.leave()
                 raise SystemExit(NOT_NEEDED)
+            before = [member.world.rank_of(worker_id) for worker_id in world.worker_ids]
+            self.former_ranks = {rank: former for rank, former in enumerate(before) if former is not None}
             member.move(world)
             self.has_moved, self.snapshots = True, None
             self._record_checkpoints()

@@ -20,6 +20,10 @@ or a counter of steps. So each rank compares its state with that of its source r
 whether any has found a difference. The buddies form rings through all ranks of a node or of the job; if there are
 several rings, the survivors compare theirs. If there is no difference, a replacement gets the state of the rank that
 gives it its parameters.
+
+[Note: in another world] A world of another size has other buddies, which keep nothing until its ranks have exchanged
+their states. Until then its ranks remember which of them were in the former world: the state of such a rank is lost
+with it, unless the states of all ranks were equal. Any other rank has no state yet that could be lost.
 """
 
 import contextlib
@@ -29,6 +33,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -150,8 +155,22 @@ def _copied(leaf: Any) -> Any:
 class LocalStates:
     """Rank-local state of this process and of its source rank (the rank whose buddy it is)."""
 
-    def __init__(self, topology: Topology, rank: int) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        *,
+        former: "LocalStates | None" = None,
+        former_ranks: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Start without states.
+
+        Args:
+            topology: of the present world.
+            rank: of this process.
+            former: of this process in the former world, with states of the same names; None if there is none.
+            former_ranks: for each rank that was in that world, its rank there.
+        """
         self._rank = rank
         self._buddy_of = buddies(topology)
         self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
@@ -161,12 +180,14 @@ class LocalStates:
         self._repeated: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
-        self._at_commits: dict[int, dict[str, dict[str, Any]]] = {}
+        self._at_commits: dict[int, dict[str, dict[str, Any]]] = {} if former is None else dict(former._at_commits)
         self._own: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}
         self._kept_at_commits: dict[int, bytes] = {}
         """Of the source rank, as they were at the votes: a body that follows a commit may have to run again."""
         self._has_warned = self._grows = False
+        self._unshared = None if former is None else former._unshared_after(former_ranks)
+        """See `unshared_ranks`; None once a state was sent before a vote, or if there is no former world."""
         self._changes = False
         """Whether the last step changed the state."""
         self._parts_written: dict[str, set[str]] = {}
@@ -181,7 +202,7 @@ class LocalStates:
         """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
         self._ward_writes_alone = False
         """Whether code after a commit was ever found to write on the source rank what it did not write here."""
-        self._equal_step = NO_STATE
+        self._equal_step = NO_STATE if former is None else former._equal_step
         """Number of steps after which the states of all ranks were equal, but for those registered as repeated."""
         self._is_equal = False
         """Whether the source rank's state, as last sent, was equal to this rank's."""
@@ -217,6 +238,16 @@ class LocalStates:
     def objects(self) -> Mapping[str, RankLocalState]:
         """The objects whose state is kept, by name."""
         return self._states
+
+    def _unshared_after(self, former_ranks: Mapping[int, int]) -> frozenset[int]:
+        """The ranks of a world that follows this one whose states come from this one or an earlier one."""
+        known = self._unshared
+        return frozenset(rank for rank, former in former_ranks.items() if known is None or former in known)
+
+    @property
+    def unshared_ranks(self) -> tuple[int, ...]:
+        """Ranks whose states come from a former world, until those of a step in this world have been exchanged."""
+        return tuple(sorted(self._unshared or ())) if self._states else ()
 
     @property
     def kept_steps(self) -> tuple[int, ...] | None:
@@ -362,6 +393,7 @@ class LocalStates:
             PeerLost: one of them is lost; the groups are broken then.
         """
         self.begins_at, self._first, self._begins_in = -1, None, step if is_beginning else -1
+        self._unshared = None
         if not self._is_active:
             return False
         present, is_first = self._present(), self._last is None
@@ -526,7 +558,8 @@ class LocalStates:
         receives = {sources[self._rank]: [_LARGEST_BYTES, _LARGEST_BYTES]} if self._rank in sources else {}
         if not (targets or receives):
             return b""
-        sends = dict.fromkeys(targets, [bytes([not self._kept]) + give(), self._given_first()] if targets else [])
+        given, first = (give(), self._given_first()) if targets else (b"", b"")
+        sends = {target: [bytes([self._is_new_rank(target)]) + given, first] for target in targets}
         received = self._channel.exchange("the state of hooks", sends=sends, receives=receives)
         if not receives:
             return b""
@@ -536,6 +569,10 @@ class LocalStates:
             self._of_replica[name].take_from_replica(given[name])
         self._grows = data[:1] == b"\1"
         return data[1:]
+
+    def _is_new_rank(self, rank: int) -> bool:
+        """Whether a joiner has no predecessor, because the job grows."""
+        return not self._kept if self._unshared is None else rank not in self._unshared
 
     def _given_first(self) -> bytes:
         """What joiners get of each `ReplicatedState`, packed; empty if there is none."""

@@ -134,6 +134,9 @@ class Arrival:
     """Steps of which it has a snapshot of its source rank."""
     rank_local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
+    unshared_ranks: tuple[int, ...] = ()
+    """Ranks with rank-local state from a former world, while nobody may have sent any in this one; see
+    `LocalStates.unshared_ranks`."""
     equal_local_step: int = NO_STATE
     """Number of committed steps after which all ranks had equal rank-local states, if no code of this rank has written
     to its own since; else `NO_STATE`."""
@@ -236,9 +239,9 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     if lost and any(each.needs_rank_local_state for each in arrivals.values()):
         raise StateLost(
             f"no rank has what the ranks {lost} had alone after step {step} (buffers, metrics, means of the epoch): "
-            f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them or could not keep it, and "
-            "there is no snapshot that is whole (they are taken with snapshot_every_steps). With "
-            'rank_local_state="replica" the job continues with that of a replica'
+            f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them, could not keep it, or "
+            "had not got it since the job changed its size, and there is no snapshot that is whole (they are taken "
+            'with snapshot_every_steps). With rank_local_state="replica" the job continues with that of a replica'
         )
     hooks_first = not ends and not set(roll_forward).isdisjoint(sources.values())
     return RecoveryPlan(
@@ -265,12 +268,14 @@ def _lost_rank_local(
 ) -> list[int]:
     """Ranks whose predecessors had rank-local state that their buddies do not keep as of `step`.
 
-    If no rank keeps any, the ranks have no rank-local state, or they are new because the job grows.
+    If no rank keeps any, the ranks have no rank-local state, or none has brought any from a former world.
     """
-    if step <= 0 or all(each.rank_local_steps is None for each in arrivals.values()):
+    unshared = {rank for each in arrivals.values() for rank in each.unshared_ranks}
+    if step <= 0 or not (unshared or any(each.rank_local_steps is not None for each in arrivals.values())):
         return []
     buddy_of = buddies(topology)
-    return [rank for rank in sorted(sources) if step not in (arrivals[buddy_of[rank]].rank_local_steps or ())]
+    lost = [rank for rank in sorted(sources) if step not in (arrivals[buddy_of[rank]].rank_local_steps or ())]
+    return [rank for rank in lost if rank in unshared] if unshared else lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -499,7 +499,7 @@ class StepTransaction:
 
     def _arrival(self, fault: Interruption, pending: Pending[R] | None) -> Arrival:
         """Build this rank's arrival for the next generation."""
-        snapshots = self._snapshots
+        snapshots, local = self._snapshots, self._training_loop.rank_local_states
         has_state = pending is None or self._training_loop.can_undo  # else only if the step was committed
         return Arrival(
             incarnation=self._member.job.incarnation,
@@ -510,6 +510,7 @@ class StepTransaction:
             snapshots=() if snapshots is None else snapshots.own_steps,
             source_snapshots=() if snapshots is None else snapshots.source_steps,
             rank_local_steps=self._training_loop.local_steps,
+            unshared_ranks=() if local is None else local.unshared_ranks,
             equal_local_step=self._training_loop.equal_local_step,
             needs_rank_local_state=self._policy.needs_rank_local_state,
             abort_reason=fault.abort_reason,

@@ -249,7 +249,7 @@ class Transactions(PlainSteps):
         if engine.has_moved:
             self._context.build_groups(has_moved=True)
             trained.saving = self._context.saving_group
-        self._attach()
+        self._attach(former=local)
         resume_point = engine.wait_for_peers(
             activity,
             lambda number: engine.member.publish_stop(
@@ -280,11 +280,12 @@ class Transactions(PlainSteps):
         self._trained.entry_position, self._transaction.entered_at = position, step
         return position
 
-    def _attach(self) -> None:
-        """Create a transaction that begins outside a step."""
+    def _attach(self, *, former: LocalStates | None = None) -> None:
+        """Create a transaction that begins outside a step; `former` are the rank-local states before a move."""
         context, trained = self._context, self._trained
         if trained.local is None:
-            trained.local = LocalStates(context.topology, context.rank)
+            ranks = self._engine.former_ranks
+            trained.local = LocalStates(context.topology, context.rank, former=former, former_ranks=ranks)
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)

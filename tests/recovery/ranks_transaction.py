@@ -65,7 +65,7 @@ class Subject:
         return buffer.getvalue()
 
     capture_own_state = capture_state
-    local_steps, equal_local_step = None, -1
+    local_steps, rank_local_states, equal_local_step = None, None, -1
     pending_saves = ()
 
     def load(self, description):

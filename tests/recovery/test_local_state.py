@@ -167,6 +167,24 @@ def test_only_state_that_comes_with_the_parameters_counts_as_another_ranks():
     ]
 
 
+def registered(topology, **former):
+    states = LocalStates(topology, 0, **former)
+    states.register("registered 'total'", ProgramState("total", Total()))
+    return states
+
+
+def test_ranks_that_never_shared_a_state_in_a_world_are_new_in_the_next_one():
+    def following(former, former_ranks):
+        of_former = {"former": former, "former_ranks": former_ranks}
+        return registered(Topology(world_size=3), **of_former)
+
+    first = registered(Topology(world_size=2))
+    second = following(first, {0: 0, 1: 1})  # rank 2 is new
+    third = following(second, {0: 0, 1: 2, 2: 1})
+    assert (first.unshared_ranks, second.unshared_ranks, third.unshared_ranks) == ((), (0, 1), (0, 2))
+    assert LocalStates(Topology(world_size=3), 0, former=first, former_ranks={0: 0}).unshared_ranks == ()
+
+
 class Averaged(nn.Module):
     """A step writes `seen`, other values on each rank; what follows it writes `num_averaged` and `teacher`."""
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import NO_STATE, Arrival, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery import NO_STATE, Arrival, RecoveryLevel, RecoveryPlan, plan_recovery
 
 HSDP = Topology(world_size=4, shard_degree=2)
 
@@ -109,6 +109,42 @@ def test_what_was_equal_on_all_ranks_is_not_lost_with_a_rank_and_its_buddy(equal
     for lost in ((2,), (0, 1), (2, 3)):  # a whole replica: the buddies give the ranks what these have alone
         one_lost = {rank: NEW if rank in lost else first for rank in range(4)}
         assert not plan_recovery(one_lost, HSDP).are_local_equal
+
+
+GROWN = Topology(world_size=4, shard_degree=1)
+"""Its last two ranks are new; the buddy of each rank is the next one."""
+
+
+def moved(*kept, needs_local=True, equal_step=NO_STATE):
+    """One of two ranks that were in the former world, and have sent no state in this one before a vote."""
+    return Arrival(
+        incarnation=0,
+        committed=5,
+        rank_local_steps=kept or None,
+        unshared_ranks=(0, 1),
+        equal_local_step=equal_step,
+        needs_rank_local_state=needs_local,
+    )
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        pytest.param([moved(), moved(), NEW, NEW], id="only the new ranks have no state"),
+        pytest.param([moved(), NEW, keeping(5), NEW], id="its buddy in this world has it already"),
+        pytest.param([moved(5), moved(), NEW, NEW], id="a fault in the first exchange: new ranks have nothing to lose"),
+        pytest.param([moved(needs_local=False), NEW, NEW, NEW], id="a replica's is enough"),
+    ],
+)
+def test_a_job_that_changes_its_size_goes_on(arrivals):
+    plan = plan_recovery(dict(enumerate(arrivals)), GROWN)
+    assert (plan.step, plan.level, plan.are_local_equal) == (5, RecoveryLevel.REPLACE, False)
+
+
+def test_a_rank_that_is_lost_while_the_job_changes_its_size_takes_its_state_with_it():
+    with pytest.raises(StateLost, match=r"ranks \[1\] had alone after step 5"):
+        plan_recovery(dict(enumerate([moved(), NEW, NEW, NEW])), GROWN)
+    assert plan_recovery(dict(enumerate([moved(equal_step=5), NEW, NEW, NEW])), GROWN).are_local_equal
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Others:
 
     rank, is_joining, has_torn_state, is_elastic, wants_resize = 0, False, False, False, False
     can_undo = can_undo_exceptions = True
-    local_steps, equal_local_step = None, -1
+    local_steps, rank_local_states, equal_local_step = None, None, -1
     pending_saves, saving_group = (), "a group"
 
     def __init__(self, peer, losses=(), outside=None, is_replaced=True):
