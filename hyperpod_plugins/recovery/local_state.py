@@ -23,7 +23,9 @@ gives it its parameters.
 
 [Note: in another world] A world of another size has other buddies, which keep nothing until its ranks have exchanged
 their states. Until then its ranks remember which of them were in the former world: the state of such a rank is lost
-with it, unless the states of all ranks were equal. Any other rank has no state yet that could be lost.
+with it, unless the states of all ranks were equal. Any other rank has no state yet that could be lost. It begins with
+that of the rank that gives it its parameters: its buffers, its attributes and the objects that the program has
+registered, such as a scheduler. Metrics begin empty, because they add up the states of all ranks.
 """
 
 import contextlib
@@ -118,6 +120,8 @@ class ProgramState:
             ConfigError: its state holds Python objects that another process would have to unpickle.
         """
         self.stateful = stateful
+        self.begins_empty = is_metric(stateful)
+        """Whether a rank without a predecessor begins with an empty state."""
         try:
             unpack(pack(stateful.state_dict()))
         except pickle.UnpicklingError:
@@ -143,6 +147,11 @@ class ProgramState:
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it: the program's own `load_state_dict` decides."""
         return state_dict
+
+
+def is_metric(value: object) -> bool:
+    """Whether an object is a metric of torchmetrics, which need not be installed."""
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)
 
 
 def _copied(leaf: Any) -> Any:
@@ -176,7 +185,7 @@ class LocalStates:
         self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
         self._channel = Channel(None, "local")
         self._states: dict[str, RankLocalState] = {}
-        self._of_program: dict[str, RankLocalState] = {}
+        self._of_program: dict[str, ProgramState] = {}
         self._repeated: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
@@ -185,6 +194,10 @@ class LocalStates:
         self._kept: dict[int, bytes] = {}
         self._kept_at_commits: dict[int, bytes] = {}
         """Of the source rank, as they were at the votes: a body that follows a commit may have to run again."""
+        self._given: dict[str, dict[str, Any]] = {}
+        """In a joiner, what it was given of the objects of the program, in case nobody has its predecessor's."""
+        self._given_before: dict[str, dict[str, Any]] = {}
+        """What the giver's states were in `before`, as far as they differ."""
         self._has_warned = self._grows = False
         self._unshared = None if former is None else former._unshared_after(former_ranks)
         """See `unshared_ranks`; None once a state was sent before a vote, or if there is no former world."""
@@ -567,6 +580,8 @@ class LocalStates:
         given = unpack(first) if first else {}
         for name in self._of_replica.keys() & given.keys():
             self._of_replica[name].take_from_replica(given[name])
+        self._given_before = given.get(_BEFORE, {})
+        self._given = {name: given[name] for name in self._of_program.keys() & given.keys()}
         self._grows = data[:1] == b"\1"
         return data[1:]
 
@@ -575,8 +590,20 @@ class LocalStates:
         return not self._kept if self._unshared is None else rank not in self._unshared
 
     def _given_first(self) -> bytes:
-        """What joiners get of each `ReplicatedState`, packed; empty if there is none."""
-        return pack({name: each.for_joiner() for name, each in self._of_replica.items()}) if self._of_replica else b""
+        """What joiners get of each `ReplicatedState` and of the program's objects, packed; empty if there is none."""
+        of_program = {name: each.state_dict() for name, each in self._of_program.items() if not each.begins_empty}
+        of_replica = {name: each.for_joiner() for name, each in self._of_replica.items()}
+        if not (of_program or of_replica):
+            return b""
+        before = self._present_with_before().get(_BEFORE, {})
+        return pack({**of_replica, **of_program, **({_BEFORE: before} if before else {})})
+
+    def _load_given(self, names: Collection[str], *, is_in_body: bool) -> None:
+        """Continue with what this joiner was given of the program's objects with these names."""
+        for name in self._given.keys() & names:
+            self._states[name].load_state_dict(self._given[name])
+        if is_in_body:
+            self.before = {**self._present(), **self._given_before}
 
     def _send_states(
         self, step: int, givers: Mapping[int, int], *, are_equal: bool
@@ -610,26 +637,34 @@ class LocalStates:
             for name, state in self._states.items():
                 state.load_state_dict(self._first.get(name, {}))
             return
-        if not data and step and self._grows:
-            return  # this rank had no process before
         if not data and step:
+            self._load_given(self._given.keys(), is_in_body=is_in_body)
+            if self._grows:
+                return  # this rank had no process before
             lost = "was lost too" if self._buddy in targets else "does not have it"
             self._tell_lost(step, [(name, name) for name in self._states], f"rank {self._buddy}, its buddy, {lost}")
             return
-        found = _unpacked(data)
-        before = found.pop(_BEFORE, {})
-        for name, state in self._states.items():
-            if begins_epoch and name.endswith(EPOCH_SUFFIX):
-                leave.pop(name, None)
-            else:
-                state.load_state_dict(found.get(name, {}), leave.get(name, ()))
-        if is_in_body:
-            self.before = {**self._present(), **before}
+        self._load_kept(_unpacked(data), leave, begins_epoch=begins_epoch, is_in_body=is_in_body)
         lost = [
             (name, f"{name} {part}") for name, parts in leave.items() if name not in self._repeated for part in parts
         ]
         if lost:
             self._tell_lost(step, lost, "its predecessor was lost before it sent what was written after the step")
+
+    def _load_kept(
+        self, found: dict[str, Any], leave: dict[str, list[str]], *, begins_epoch: bool, is_in_body: bool
+    ) -> None:
+        """Load states that were kept for this rank, but for the parts in `leave`."""
+        before = found.pop(_BEFORE, {})
+        empty = {name for name, each in self._of_program.items() if each.begins_empty} if self._grows else ()
+        for name, state in self._states.items():
+            if begins_epoch and name.endswith(EPOCH_SUFFIX):
+                leave.pop(name, None)
+            elif name not in empty:
+                state.load_state_dict(found.get(name, {}), leave.get(name, ()))
+        self._load_given(leave.keys(), is_in_body=False)
+        if is_in_body:
+            self.before = {**self._present(), **before}
 
     def _given_to_joiner(self, step: int) -> list[bytes]:
         """The source rank's state, and what of it a joiner must not load because code has written it since.
@@ -701,10 +736,10 @@ class LocalStates:
     def _tell_lost(self, step: int, what: Sequence[tuple[str, str]], why: str) -> None:
         """Report the parts of its predecessor's state that this rank does not have: name of the state, and description.
 
-        Objects that the program has registered do not come with the parameters, as the other states do.
+        Objects of the program that begin empty do not come with the parameters, as the other states do.
         """
-        new = [part for name, part in what if name in self._of_program]
-        of_replica = [part for name, part in what if name not in self._of_program]
+        new = [part for name, part in what if name in self._of_program and name not in self._given]
+        of_replica = [part for _, part in what if part not in new]
         parts = [f"with another rank's {format_list(of_replica, 3)}"] if of_replica else []
         parts += [f"with {format_list(new, 3)} as this process has created it"] if new else []
         cause = f"rank {self._rank} goes on after step {step} {', and '.join(parts)}: {why}"

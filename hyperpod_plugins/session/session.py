@@ -55,7 +55,7 @@ from hyperpod_plugins.recovery.layouts import (
     layouts_of,
     with_degrees,
 )
-from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.local_state import ProgramState, is_metric
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
@@ -385,7 +385,8 @@ class Session:
 
         Call it on all ranks, after `train` and before `steps`. The state is read in each step, so it should be small:
         less than 1 MiB per rank in total. It is restored when a step is run again. Buffers of the model need not be
-        registered. A checkpoint written by `save` holds it for jobs with the same world size and degrees.
+        registered. A rank by which the job grows begins with the state of the rank that sends it its parameters, but
+        for a metric of torchmetrics, which begins anew. A checkpoint written by `save` holds the state.
 
         Args:
             name: name of the state, the same on all ranks; a later object with the same name replaces an earlier one.
@@ -397,7 +398,7 @@ class Session:
             LoopError: `train` was not called.
         """
         trained, _ = self._require_train()
-        if _is_metric(stateful) and not stateful.state_dict():
+        if is_metric(stateful) and not stateful.state_dict():
             raise ConfigError(
                 f"the torchmetrics object {name!r} has an empty state_dict, so that a replacement would start it anew. "
                 "Call its persistent(True) before it is registered."
@@ -768,7 +769,7 @@ def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]
             "into one module (nn.ModuleDict) that is sharded and given to train, leave the other one unsharded, or use "
             "RecoveryOptions(enabled=False)."
         )
-    metrics = [name for name, module in trained.named_modules() if _is_metric(module)]
+    metrics = [name for name, module in trained.named_modules() if is_metric(module)]
     if metrics:
         raise ConfigError(
             f"the torchmetrics objects {format_list(metrics)} are modules of the trained model, whose state a "
@@ -808,8 +809,3 @@ def _refuse_own_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer 
                 "step (or leaves that to the program, with manual_optimization=True); or, to step it in the body, "
                 'session.register_rank_local("schedule", scheduler).'
             )
-
-
-def _is_metric(value: object) -> bool:
-    """Whether an object is a metric of torchmetrics, which need not be installed."""
-    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)

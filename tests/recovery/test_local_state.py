@@ -167,18 +167,105 @@ def test_only_state_that_comes_with_the_parameters_counts_as_another_ranks():
     ]
 
 
-def registered(topology, **former):
-    states = LocalStates(topology, 0, **former)
-    states.register("registered 'total'", ProgramState("total", Total()))
+class Count:
+    """Registered by a program."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Metric(Count):
+    """As the classes of torchmetrics are recognized."""
+
+
+Metric.__module__ = "torchmetrics.aggregation"
+
+
+def registered(topology, rank, count, metric, **former):
+    states = LocalStates(topology, rank, **former)
+    states.register("registered 'count'", ProgramState("count", count))
+    states.register("registered 'metric'", ProgramState("metric", metric))
     return states
+
+
+def grow_from_two_to_four(*, are_equal, is_in_body):
+    """Rank 1 of the former world is lost as the job grows; ranks 2 and 3 are new. What each has then, and heard."""
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    rank, heard = dist.get_rank(), []
+    former, world = Topology(world_size=2, shard_degree=1), Topology(world_size=4, shard_degree=1)
+    count, metric = Count(), Metric()
+    if rank < 2:
+        before = registered(former, rank, count, metric)
+        for step in (1, 2):
+            count.value, metric.value = (10 * step, 0) if are_equal else (10 * step + rank, 5)
+            before.note_equal(step, is_equal=not before.exchange(step))
+            if step == 1:
+                before.begin(step)
+    if rank == 1:
+        count, metric = Count(), Metric()
+    of_before = {} if rank else {"former": before, "former_ranks": {0: 0, 1: 1}}
+    states = registered(world, rank, count, metric, **of_before)
+    known = states.unshared_ranks, states.equal_step
+    if is_in_body:
+        states.before = states.state()
+        count.value += 1  # by code that precedes the step in its body
+    end = listen(heard.append)
+    sources = dict.fromkeys((1, 2, 3), 0)
+    states.send_to_joiners(sources, bytes)
+    states.restore(2, sources, are_equal=are_equal)
+    end()
+    found = count.value, metric.value
+    states.return_to_before()
+    began = count.value
+    states.exchange(3)
+    return known, found, began, states.unshared_ranks, [event.details["cause"] for event in heard]
+
+
+def grow_in_several_jobs():
+    return [
+        grow_from_two_to_four(are_equal=are_equal, is_in_body=is_in_body)
+        for are_equal, is_in_body in ((False, False), (False, True), (True, False))
+    ]
+
+
+@pytest.mark.spawns
+def test_what_new_ranks_begin_with_and_what_is_lost_as_the_job_grows():
+    """New ranks begin with the state of a replica, but for metrics; that of a rank that was there before is lost."""
+    of_zero, *of_others = run_ranks(grow_in_several_jobs, world_size=4)
+    known = [((0, 1), -1), ((0, 1), -1), ((0, 1), 2)]
+    assert of_zero == [
+        (of_first, found, began, (), [])
+        for of_first, found, began in zip(known, [(20, 5), (21, 5), (20, 0)], [20, 20, 20], strict=True)
+    ]
+    for rank, of_rank in enumerate(of_others, start=1):
+        lost = (
+            [
+                "rank 1 goes on after step 2 with another rank's registered 'count', and with registered 'metric' as "
+                "this process has created it: rank 2, its buddy, was lost too"
+            ]
+            if rank == 1
+            else []
+        )
+        assert of_rank == [
+            (((), -1), (20, 0), 20, (), lost),
+            (((), -1), (21, 0), 20, (), lost),
+            (((), -1), (20, 0), 20, (), []),
+        ], rank
 
 
 def test_ranks_that_never_shared_a_state_in_a_world_are_new_in_the_next_one():
     def following(former, former_ranks):
         of_former = {"former": former, "former_ranks": former_ranks}
-        return registered(Topology(world_size=3), **of_former)
+        return registered(Topology(world_size=3), 0, Count(), Metric(), **of_former)
 
-    first = registered(Topology(world_size=2))
+    first = registered(Topology(world_size=2), 0, Count(), Metric())
     second = following(first, {0: 0, 1: 1})  # rank 2 is new
     third = following(second, {0: 0, 1: 2, 2: 1})
     assert (first.unshared_ranks, second.unshared_ranks, third.unshared_ranks) == ((), (0, 1), (0, 2))

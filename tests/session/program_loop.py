@@ -111,6 +111,10 @@ def main():
     total = Total()
     if "OWN" in os.environ:
         session.register_rank_local("total", total)
+    in_body = None
+    if "BODY_SCHEDULE" in os.environ:  # its factors depend on how many steps it has made
+        in_body = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 1.0 - 0.1 / (step + 9))
+        session.register_rank_local("in body", in_body)
     faults.at("setup", 0 if job is None else job.incarnation)
     name = session.agree(f"run-{os.getpid()}")
     session.state["best"] = 1e9
@@ -151,6 +155,8 @@ def main():
 
             means = step.run(train_manually if is_manual else compute_loss)
             faults.at("committed", step.index)
+            if in_body is not None:
+                in_body.step()
             faults.note(
                 kind="again" if step.is_replay else "step",
                 pid=os.getpid(),

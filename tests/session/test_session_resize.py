@@ -41,8 +41,11 @@ def test_scaled_from_a_shell_to_every_size(nodes):
 
 
 def test_grown_shrunk_and_grown_again(nodes, tmp_path_factory):
+    """With a schedule that the body steps, which new ranks get, too."""
+    nodes.environ |= {"BODY_SCHEDULE": "1"}
     num_steps = nodes.go_through_sizes(kills_worker=True)
     environ = {"STEPS": str(num_steps), "SHARDS": "1", "REPLICAS": "1", "SAMPLES": str(NUM_SAMPLES)}
+    environ |= {"BODY_SCHEDULE": "1"}
     calm = run_job(LoopNodes.script, tmp_path_factory.mktemp("calm"), num_ranks=1, environ=environ, args=PRELOAD)
     assert calm.code == 0, calm.output[-8000:]
     fixed = {entry["step"]: entry for entry in calm.records("step", 1)[0]}
