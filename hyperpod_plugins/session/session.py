@@ -386,7 +386,8 @@ class Session:
         Call it on all ranks, after `train` and before `steps`. The state is read in each step, so it should be small:
         less than 1 MiB per rank in total. It is restored when a step is run again. Buffers of the model need not be
         registered. A rank by which the job grows begins with the state of the rank that sends it its parameters, but
-        for a metric of torchmetrics, which begins anew. A checkpoint written by `save` holds the state.
+        for a metric of torchmetrics, which begins anew. A checkpoint written by `save` holds the state. Where it is
+        loaded by another number of ranks or with other degrees, only state that was equal on all ranks goes on.
 
         Args:
             name: name of the state, the same on all ranks; a later object with the same name replaces an earlier one.

@@ -4,7 +4,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
-from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.collective_errors import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.unit_watch import reshard_gathered
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
@@ -31,7 +31,7 @@ from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, Pla
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
 from hyperpod_plugins.recovery.kept_state import HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
-from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, on_own_device
+from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
@@ -471,8 +471,10 @@ class TrainedState:
 
     @property
     def local_state(self) -> dict[str, dict[str, Any]]:
-        """Rank-local state: buffers, and what the program has registered; empty without recovery."""
-        return {} if self.local is None else self.local.state()
+        """Rank-local state: buffers, attributes and what the program has registered; only the last without recovery."""
+        if self.local is not None:
+            return self.local.state()
+        return {rank_local_name(name): state.state_dict() for name, state in self.rank_local.items()}
 
     def load_rank_local(self, values: dict[str, dict[str, Any]], *, is_of_another_job: bool) -> None:
         """Load what `local_state` returned when a checkpoint was written."""
@@ -597,30 +599,59 @@ class TrainedState:
         else:
             self.tensors.freeze(extra["frozen"])
         self.load_position(position)
-        with raise_on_all_ranks(f"the rank-local state in {path} was not loaded", default_group()):
-            own, ranks, rank = extra.get("own", {}), saved_ranks(Path(path)), dist.get_rank()
-            if ranks:
-                own = load_rank_state(Path(path), rank, weights_only=True) if rank in ranks else {}
-            if own.get("layout") == self._layout:  # another layout has no corresponding rank
-                self.load_rank_local(own.get("local", {}), is_of_another_job=is_of_another_job)
-            elif not is_of_another_job:
-                self._load_of_other_layout(extra.get("own", {}).get("local", {}), differ=bool(ranks))
+        self._read_rank_local(Path(path), extra.get("own", {}), is_of_another_job=is_of_another_job)
         return position
 
-    def _load_of_other_layout(self, values: dict[str, dict[str, Any]], *, differ: bool) -> None:
-        """Continue with the state of one rank after a restart with other degrees or another number of ranks.
+    def _read_rank_local(self, path: Path, of_first: dict[str, Any], *, is_of_another_job: bool) -> None:
+        """Load this rank's own rank-local state; without one, that of the first rank, as far as it is of any use.
 
-        What the program has registered is its own on each rank: it starts anew if the ranks' states `differ`.
+        There is none if the checkpoint was written by another number of ranks or with other degrees, or if this rank
+        was lost then.
+
+        Args:
+            path: path of the checkpoint.
+            of_first: of the first rank that wrote it; that of all ranks if they were equal.
+            is_of_another_job: see `read`.
         """
-        usable = {name: each for name, each in values.items() if not differ or name in (BUFFERS, ATTRIBUTES)}
-        dropped = sorted(values.keys() - usable.keys())
-        if dropped and dist.get_rank() == 0:
+        rank, size, group = dist.get_rank(), dist.get_world_size(), default_group()
+        values, is_same_layout = of_first.get("local", {}), of_first.get("layout") == self._layout
+        differing: set[str] = set()
+        with raise_on_all_ranks(f"the rank-local state in {path} was not read", group):
+            ranks = saved_ranks(path)
+            are_missing = not is_same_layout or (ranks and not set(range(size)) <= set(ranks))
+            own = load_rank_state(path, rank, weights_only=True) if is_same_layout and rank in ranks else {}
+            if are_missing:
+                for each in ranks[rank::size]:
+                    others = load_rank_state(path, each, weights_only=True).get("local", {})
+                    differing |= {name for name in values if not are_same(values[name], others.get(name))}
+        if are_missing:  # the same on all ranks, and so are the names
+            differing = {name for name in sorted(values) if any_rank(name in differing, group)}
+        with raise_on_all_ranks(f"the rank-local state in {path} was not loaded", group):
+            if own or (is_same_layout and not ranks):
+                self.load_rank_local((own or of_first).get("local", {}), is_of_another_job=is_of_another_job)
+            else:
+                self._load_of_first(values, differing, is_of_another_job=is_of_another_job)
+        dropped = sorted(differing - {BUFFERS, ATTRIBUTES})
+        if dropped and rank == 0:
             log.warning(
-                "the job restarts with other ranks or degrees, and the state of each rank that the program has "
-                "registered differs between ranks, so it starts anew: %s",
+                "%s was written by another number of ranks or with other degrees, or not by all ranks. What the "
+                "program has registered and what differed between ranks begins anew on each rank that has none of its "
+                "own there: %s",
+                path,
                 format_list(dropped),
             )
-        self.load_rank_local(usable, is_of_another_job=False)
+
+    def _load_of_first(
+        self, values: dict[str, dict[str, Any]], differing: Collection[str], *, is_of_another_job: bool
+    ) -> None:
+        """Continue with the rank-local state of the first rank, on a rank that has none of its own in a checkpoint.
+
+        What the program has registered is its own on each rank: it begins anew if it was `differing` between ranks.
+        """
+        of_model = () if is_of_another_job else (BUFFERS, ATTRIBUTES)
+        registered = values.keys() - {BUFFERS, ATTRIBUTES} - set(differing)
+        usable = {name: each for name, each in values.items() if name in of_model or name in registered}
+        self.load_rank_local(usable, is_of_another_job=is_of_another_job)
 
     @property
     def _layout(self) -> list[int]:

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
+from harness import run_ranks
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -435,17 +436,56 @@ class OfRank:
         self.value = state["value"]
 
 
+def save_of_ranks(folder):
+    """A loop whose body steps a scheduler, and keeps one value that is equal on all ranks and one that is not."""
+    session = Session(hybrid_shard_degree=1, global_batch_size=12)
+    model, own, shared = session.parallelize(nn.Linear(WIDTH, WIDTH)), OfRank(), OfRank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    session.train(model, optimizer)
+    for name, each in (("own", own), ("shared", shared), ("schedule", scheduler)):
+        session.register_rank_local(name, each)
+    for step in session.steps(DataLoader(TensorDataset(torch.ones(48, WIDTH)), batch_size=3)):
+        with step:
+            step.run(lambda batch: model(batch[0]).square().mean())
+            scheduler.step()
+            own.value, shared.value = session.rank + 1, 7
+            if step.ends_epoch:
+                session.save(folder)
+    return own.value
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.spawns), 1])
+def test_registered_state_in_a_job_of_another_size(session, tmp_path, caplog, world_size):
+    """What was equal on all ranks goes on, such as a schedule that the body steps; the rest begins anew, by name."""
+    if world_size == 1:
+        save_of_ranks(tmp_path / "saved")
+    else:
+        assert run_ranks(save_of_ranks, tmp_path / "saved", world_size=world_size) == [1, 2]
+    model, own, shared = session.parallelize(nn.Linear(WIDTH, WIDTH)), OfRank(), OfRank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    session.train(model, optimizer)
+    session.register_rank_local("own", own)
+    session.register_rank_local("schedule", scheduler)
+    session.load(tmp_path / "saved")
+    session.register_rank_local("shared", shared)
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (4, pytest.approx(0.01))
+    assert (shared.value, own.value) == (7, 1 if world_size == 1 else 0)
+    assert ("registered 'own'" in caplog.text) == (world_size == 2)
+    assert "shared" not in caplog.text
+    assert "schedule" not in caplog.text
+
+
 @pytest.mark.parametrize("differ", [False, True])
-def test_state_of_ranks_after_a_restart_with_other_degrees(session, caplog, differ):
-    """What is the same on all ranks goes on; what the program has registered, and differs, starts anew."""
+def test_state_of_ranks_after_a_restart_with_other_degrees(session, differ):
     model, mine = session.parallelize(Counting(WIDTH, WIDTH)), OfRank()
     model.count = 0
     session.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     session.register_rank_local("mine", mine)
     saved = {"attributes": {"module": {"count": 7}}, "registered 'mine'": {"state": {"value": 5}}}
-    session._trained._load_of_other_layout(saved, differ=differ)
+    session._trained._load_of_first(saved, {*saved} if differ else (), is_of_another_job=False)
     assert (model.count, mine.value) == (7, 0 if differ else 5)
-    assert ("registered 'mine'" in caplog.text) == differ
 
 
 def test_state_that_a_replacement_could_not_read(session):
