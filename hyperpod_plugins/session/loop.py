@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -427,8 +428,10 @@ class Loop:
                 index=position.committed - 1,
                 epoch=position.epoch,
                 ends_epoch=position.ends_epoch,
+                num_samples=position.num_samples,
                 is_replay=True,
                 result=position.result,
+                read_again=partial(self._read_again, position),
             )
         for index, found in enumerate(iterate_steps(self._loader, self._limits.num_epochs), position.committed):
             if self._limits.max_steps and index >= self._limits.max_steps:
@@ -446,6 +449,25 @@ class Loop:
                 weights=found.weights,
                 num_samples=found.num_samples,
             )
+
+    def _read_again(self, position: Position) -> tuple[Any, ...]:
+        """Read this rank's batches of the last committed step, whose body runs again in the present world.
+
+        Raises:
+            LoopError: the step had another number of samples in the world that committed it.
+        """
+        loader = self._build_loader()
+        if position.loader_before:
+            loader.load_state_dict(position.loader_before)
+        found = None if position.loader_before is None else next(iterate_steps(loader, self._limits.num_epochs), None)
+        if found is None or found.num_samples != position.num_samples:
+            raise LoopError(
+                f"the batches of step {position.committed - 1}, whose body runs again after a fault, cannot be read "
+                "again: the batch follows the world, and the job has changed its size since the step was committed. "
+                "Use them in the function that is given to step.run(...), and keep what the rest of the body needs in "
+                "session.state or in an object that is given to session.register_rank_local."
+            )
+        return tree_map(self._to_device, found.batches)
 
     def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self._context.device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
@@ -514,7 +536,9 @@ class Loop:
                 epoch=step.epoch,
                 ends_epoch=step.ends_epoch,
                 result=done.result,
+                num_samples=step.num_samples,
                 loader=self._loader.state_dict(),
+                loader_before=self._position.loader,
             )
             self._trained.begin_rest(step.index + 1)
             return done.result

@@ -64,8 +64,12 @@ class Position:
     """Whether that step was the last of its epoch."""
     result: Any = None
     """What that step returned; kept until its body ends."""
+    num_samples: int = 0
+    """Number of samples of that step, over all ranks."""
     loader: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the loader after the committed steps; empty before the first."""
+    loader_before: dict[str, Any] | None = None
+    """State of the loader before the last committed step; None if it is not known."""
     schedulers: tuple[dict[str, Any], ...] = ()
     """State of each scheduler."""
     groups: tuple[list[dict[str, Any]], ...] = ()

@@ -154,8 +154,7 @@ class Step:
         index: number of the step, from 0.
         epoch: number of its epoch, from 0.
         ends_epoch: whether it is the last step of its epoch.
-        batches: this rank's batches, one per micro-step; empty if the step was committed before.
-        num_samples: number of samples of the step, over all ranks; 0 if the step was committed before.
+        num_samples: number of samples of the step, over all ranks.
         is_replay: whether the step was committed before, so that only the code after `run` is repeated.
     """
 
@@ -171,11 +170,13 @@ class Step:
         num_samples: int = 0,
         is_replay: bool = False,
         result: Any = None,
+        read_again: Callable[[], tuple[Any, ...]] | None = None,
     ) -> None:
         self.index = index
         self.epoch = epoch
         self.ends_epoch = ends_epoch
-        self.batches = batches
+        self._batches = batches
+        self._read_again = read_again
         self.weights = weights
         self.num_samples = num_samples
         self.is_replay = is_replay
@@ -187,6 +188,19 @@ class Step:
         """Return value of `run`."""
         self._loop = loop
         self._is_entered = self._is_run = False
+
+    @property
+    def batches(self) -> tuple[Any, ...]:
+        """This rank's batches, one per micro-step. If the body runs again, they are read again when this is called.
+
+        If the job has changed its size since the step was committed, they are this rank's part in the present world.
+
+        Raises:
+            LoopError: `Session(samples_per_replica=...)` has given the step another number of samples there.
+        """
+        if self._read_again is not None:
+            self._batches, self._read_again = self._read_again(), None
+        return self._batches
 
     def __enter__(self) -> "Step":
         """Begin the body."""

@@ -157,6 +157,7 @@ def main():
             faults.at("committed", step.index)
             if in_body is not None:
                 in_body.step()
+            is_gone = step.is_replay and "PER_REPLICA" in os.environ  # if the batch has become another one
             faults.note(
                 kind="again" if step.is_replay else "step",
                 pid=os.getpid(),
@@ -166,7 +167,8 @@ def main():
                 shards=session.topology.shard_degree,
                 tensors=session.topology.tensor_degree,
                 at_s=time.time(),
-                ids=[i for _, ids in step.batches for i in ids.tolist()],
+                ids=[] if is_gone else [i for _, ids in step.batches for i in ids.tolist()],
+                num_samples=step.num_samples,
                 loss=float(means["loss"]).hex(),
                 lr=optimizer.param_groups[0]["lr"],
                 used=used[-1] if used else None,

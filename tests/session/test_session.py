@@ -1,6 +1,7 @@
 """A session in one process, without an agent: what a loop gets, and what it must not do."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,6 +185,21 @@ def test_a_checkpoint_goes_on_where_it_was_written(session, tmp_path):
     assert indices == [5, 6, 7]
     assert again.seen == seen
     assert torch.equal(again.model.weight.full_tensor(), weight)
+
+
+def test_batches_of_a_step_whose_body_runs_again(session):
+    trained = Trained(session)
+    for step in session.steps(trained.loader(shuffle=True), epochs=2):
+        with step:
+            step.run(trained.loss)
+        loop, (wanted,) = step._loop, step.batches
+        before = torch.get_rng_state()
+        (found,) = loop._read_again(loop._position)
+        assert all(map(torch.equal, found, wanted))
+        assert torch.equal(torch.get_rng_state(), before)
+        for position in (replace(loop._position, num_samples=3), replace(loop._position, loader_before=None)):
+            with pytest.raises(LoopError, match=f"the batches of step {step.index}, whose body runs again"):
+                loop._read_again(position)
 
 
 def test_clipping_and_a_backward_of_ones_own(session):

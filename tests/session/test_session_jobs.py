@@ -71,7 +71,8 @@ def test_every_step_is_run_once_and_its_body_to_the_end(calm, disturbed):
             own = {"pid": 0, "at_s": 0.0}
             assert line | own == wanted[line["step"]] | own
         for line in again:  # of a process that has not run the step, or has not come to the end of its body
-            assert (line["loss"], line["lr"]) == (wanted[line["step"]]["loss"], wanted[line["step"]]["lr"])
+            for name in ("loss", "lr", "ids", "num_samples"):
+                assert line[name] == wanted[line["step"]][name], name
         gaps = set(wanted) - {line["step"] for line in (*steps, *again)}
         assert len(gaps) <= 1  # killed when it had committed, while the others were in the next step already
 
