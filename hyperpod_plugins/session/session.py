@@ -504,11 +504,9 @@ class Session:
             self._transactions.rehearsal.end_call(trained.position().committed)
         if self._recovery.step_keyed_random:
             seed_micro_step(self.config.random_seed, 0, entries.number, rank, TRAINING_END)
-        if member is None or member.is_elastic:
-            entries.is_complete = False
-        else:
+        if member is not None:
             member.activity = "keeping the state after a loop"
-            self._keep_end(trained)
+        self._keep_end(trained)
 
     def _keep_end(self, trained: TrainedState) -> None:
         """Keep the state after a loop, so that no process has to run the loop again. All ranks must call this.

@@ -21,6 +21,8 @@ def main(folder):
     session.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
     for number, max_steps in enumerate((2, 4)):
+        if number == 1:
+            print("begins with", [float(each.full_tensor().sum()).hex() for each in model.parameters()], flush=True)
         for step in session.steps(loader, max_steps=max_steps):
             with step:
                 step.run(lambda batch: (model(batch) - batch).square().mean())
