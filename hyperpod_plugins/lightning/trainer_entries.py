@@ -58,7 +58,7 @@ def save_entry_end(
         results: what its loops have returned.
         worker_id: of this process.
         local: rank-local state after a fit.
-        worker_ids: of all ranks; empty if they are those of the world in which the entries began.
+        worker_ids: of all ranks; empty if they are those of the job, or of the world in which this process left it.
 
     Raises:
         PeerLost: a rank was lost meanwhile.
@@ -82,7 +82,7 @@ def save_entry_end(
     is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         if strategy.global_rank == 0:
-            _check_visible(worker_ids or range(strategy.world_size))
+            _check_visible(worker_ids or _worker_ids_left() or range(strategy.world_size))
         is_kept = strategy.reduce_boolean_decision(entries.is_complete)
     if is_kept:
         entries.record(kind, results if kind in ("validate", "test") else None)
@@ -110,9 +110,16 @@ def _dump_end(trainer: Trainer) -> dict[str, Any]:
     return checkpoint
 
 
-def _check_visible(founders: Sequence[int]) -> None:
+def _worker_ids_left() -> Sequence[int]:
+    """Worker ids of the present world of the job, or of that in which this process left it; empty if neither is known.
+
+    Not of a fit that has its own: an earlier one that was only skipped may have left in another world.
+    """
+    return entries.worker_ids if entries.member is None else entries.member.world.worker_ids
+
+
+def _check_visible(worker_ids: Sequence[int]) -> None:
     """Check that this rank sees the files of all ranks; without them, the state after the entry is not kept."""
-    worker_ids = (entries.worker_ids or founders) if entries.member is None else entries.member.world.worker_ids
     hidden = invisible_workers(entries.folder(Path()), entries.number, worker_ids)
     if hidden:
         entries.mark_not_kept(

@@ -1,6 +1,7 @@
 """Which calls of a program are run again when all its processes start again: those whose end could not be kept."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from device import ACCELERATOR, devices
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.store.entry_records import EndedEntry, EntryRecords, record_end
+from hyperpod_plugins.elastic.store.entry_records import EndedEntry, EntryRecords, ended_entry, record_end
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.lightning import trainer_entries
 from hyperpod_plugins.recovery.entries import Entries
@@ -61,6 +62,24 @@ def test_no_call_is_passed_after_one_whose_end_is_not_kept(job):
             if number == 1:
                 entries.mark_not_kept("a test")
     assert passed == [True, True, False]
+
+
+@pytest.mark.parametrize(("of_call", "of_skipped", "is_kept"), [((0,), (0, 1), True), ((0, 1), (0,), False)])
+def test_files_of_the_ranks_of_this_call_are_looked_for(
+    job, tmp_path, monkeypatch, caplog, of_call, of_skipped, is_kept
+):
+    """A fit that was only skipped has left the job in the world that it began with, and the present one changed it."""
+    entries = Entries()
+    monkeypatch.setattr(trainer_entries, "entries", entries)
+    monkeypatch.setattr(trainer_entries, "_values_of", lambda *_: {})
+    strategy = SimpleNamespace(
+        checkpoint_root=tmp_path, global_rank=0, world_size=1, reduce_boolean_decision=lambda each: each
+    )
+    with entries.enter(job, "validate"):
+        entries.worker_ids = of_skipped
+        trainer_entries.save_entry_end(SimpleNamespace(strategy=strategy), "validate", [], 0, worker_ids=of_call)
+    assert (entries.is_complete, ended_entry(JobStore.connect(job), 0) is not None) == (is_kept, is_kept)
+    assert ("does not see the files of workers 1" in caplog.text) is not is_kept
 
 
 def predict_and_validate(root, returns):
