@@ -326,11 +326,10 @@ class FitRecovery(NullFitRecovery):
         others = [chosen.rates] if chosen is not None and chosen.batch.follows_world else []
         self._hooks, self._rows = (SavingHooks(), LoggedRows()) if former is None else (former._hooks, former._rows)
         self._calls = CheckpointCalls() if former is None else former._calls
-        window = None if former is None else former.window
+        window, local = (None, None) if former is None else (former.window, former.local)
         self.window = AccumulationWindow(trainer, state, save, self._hooks, self._calls, others=others, former=window)
         if former is None or former._has_moved:
-            before = None if former is None else former.local
-            self.local = LocalStates(topology, self.member.rank, former=before, former_ranks=engine.former_ranks)
+            self.local = LocalStates(topology, self.member.rank, former=local, former_ranks=engine.former_ranks)
             self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
         else:
             self.local, self.means, self.values = former.local, former.means, former.values
