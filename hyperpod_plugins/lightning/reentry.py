@@ -324,12 +324,18 @@ def rest_of_epoch(loader: Any, num_done: int, trainer: Trainer) -> Any:
 
 
 class SkipBatches:
-    """A loader that skips its first `count` batches in its first epoch, and yields full epochs after that."""
+    """A loader that skips its first `count` batches in the present epoch, and yields full epochs after that."""
 
     def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
         self._loader = loader
         self._count = count
         self._trainer = trainer
+        self._epoch = self._present_epoch
+
+    @property
+    def _present_epoch(self) -> int:
+        epochs: Any = self._trainer.fit_loop.epoch_progress
+        return epochs.current.processed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -340,7 +346,8 @@ class SkipBatches:
     def __iter__(self) -> Iterator[Any]:
         # Lazy: Lightning calls `iter` before it sets the sampler's epoch.
         count, self._count = self._count, 0
-        if count >= self._trainer.num_training_batches:  # nothing left; Lightning keeps this iterator for later
+        is_over = count >= self._trainer.num_training_batches  # nothing left; Lightning keeps this iterator for later
+        if is_over or self._present_epoch != self._epoch:  # a shorter loader may have ended the epoch before this one
             count = 0
         combined: Any = self._trainer.fit_loop._combined_loader
         batches = iter(self._loader)

@@ -150,6 +150,26 @@ class Stream:
         return iter(self.items)
 
 
+def resumed_trainer():
+    """In its first epoch, of unknown length."""
+    epochs = SimpleNamespace(current=SimpleNamespace(processed=0))
+    return SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace(epoch_progress=epochs))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_an_epoch_after_one_that_was_resumed_at_its_end_is_whole(mode, order):
+    """With "min_size", the longer loader may not be asked for a batch in the epoch that the shorter one has ended."""
+    loaders = [Stream("abc"), Stream(range(8))][::order]
+    everything = [batch for batch, _, _ in CombinedLoader(loaders, mode)]
+    trainer = resumed_trainer()
+    combined = CombinedLoader([rest_of_epoch(each, len(everything), trainer) for each in loaders], mode)
+    trainer.fit_loop._combined_loader = combined
+    next(iter(combined), None)  # Lightning fetches a batch to learn whether there is one
+    trainer.fit_loop.epoch_progress.current.processed = 1
+    assert [batch for batch, _, _ in combined] == everything
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(("mode", "num_batches"), [("max_size_cycle", 8), ("max_size", 8), ("min_size", 3)])
 def test_several_loaders_that_skip_what_is_done_go_on_as_they_would_have(mode, num_batches, order):
@@ -159,7 +179,7 @@ def test_several_loaders_that_skip_what_is_done_go_on_as_they_would_have(mode, n
     everything = [batch for batch, _, _ in CombinedLoader(loaders, mode)]
     assert len(everything) == num_batches
     for num_done in range(num_batches):
-        trainer = SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace())
+        trainer = resumed_trainer()
         combined = CombinedLoader([rest_of_epoch(each, num_done, trainer) for each in loaders], mode)
         trainer.fit_loop._combined_loader = combined
         assert [batch for batch, _, _ in combined] == everything[num_done:]
@@ -167,7 +187,7 @@ def test_several_loaders_that_skip_what_is_done_go_on_as_they_would_have(mode, n
 
 
 def test_a_loader_with_nothing_to_skip_ends():
-    trainer = SimpleNamespace(num_training_batches=float("inf"), fit_loop=SimpleNamespace())
+    trainer = resumed_trainer()
     trainer.fit_loop._combined_loader = CombinedLoader([rest_of_epoch(Stream(""), 2, trainer)], "max_size_cycle")
     assert list(trainer.fit_loop._combined_loader.flattened[0]) == []
 
