@@ -1,4 +1,4 @@
-"""The commit vote of a step: an all-reduce (max) of a small number over all ranks.
+"""The commit vote of a step: an all-reduce (bitwise or) of a few flags over all ranks.
 
 The threads of a collective library wake each other for each message of a group; for two numbers per step this costs
 more than all other bookkeeping of a step without failures. Here the ranks of a generation form a binary tree of TCP
@@ -58,18 +58,18 @@ class CommitVote:
         """All connections, the parent's first."""
         return [*([] if self._up is None else [self._up]), *self._down]
 
-    def all_max(self, mine: int, on_child_notified: Callable[[], object] | None = None) -> int:
-        """Return the largest of all ranks' numbers, each in `0 .. 255`.
+    def all_or(self, mine: int, on_child_notified: Callable[[], object] | None = None) -> int:
+        """Return the flags that any rank has set, as bits of one byte.
 
         Args:
-            mine: this rank's number.
+            mine: this rank's flags.
             on_child_notified: called each time the result has been sent to one of this rank's children.
 
         Raises:
             OSError: a connection is lost, or a neighbor did not vote within the timeout.
         """
         for each in self._down:
-            mine = max(mine, self._receive(each))
+            mine |= self._receive(each)
         if self._up is not None:
             self._send(self._up, mine)
             mine = self._receive(self._up)
@@ -93,15 +93,15 @@ class CommitVote:
 
 
 def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | None:
-    """Return the largest of all ranks' numbers; if a rank is lost before, break all groups and return None.
+    """Return the flags that any rank has set; if a rank is lost before, break all groups and return None.
 
     All ranks call this once per step, inside the step. The first vote of a generation opens the connections. Returns
     None at once if the groups are broken or not connected. A number means that every rank has voted, even if the
     groups are broken by now.
 
     Args:
-        mine: this rank's number, in `0 .. 255`.
-        told: see `CommitVote.all_max`.
+        mine: this rank's flags, as bits of one byte.
+        told: see `CommitVote.all_or`.
 
     Raises:
         CommError: the default group is not of the backend `hyperpod`.
@@ -119,7 +119,7 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | No
             vote = inner.connections.get("vote")
             if not isinstance(vote, CommitVote):  # the first vote of this generation
                 vote = _open(group, inner)
-            return vote.all_max(mine, told)
+            return vote.all_or(mine, told)
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
         return None

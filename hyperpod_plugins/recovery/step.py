@@ -57,8 +57,8 @@ from hyperpod_plugins.recovery.snapshot import Snapshots
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-_WANTS_RESIZE = 2
-"""Vote of a rank that wants the job to change its size; below it, whether its rank-local state is its own."""
+_DIFFERS, _WANTS_RESIZE = 1, 2
+"""Flags of a vote: the rank-local state may differ from that of the source rank; the job is to change its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +335,13 @@ class StepTransaction:
         except PeerLost:
             return False
         self._voted_step = step + 1
-        mine = _WANTS_RESIZE * self._member.wants_resize + may_differ
+        mine = _WANTS_RESIZE * self._member.wants_resize | _DIFFERS * may_differ
         with group_health.tolerate_breaks():
-            largest = commit_vote(mine, self._on_vote_passed)
-        if largest is None:
+            flags = commit_vote(mine, self._on_vote_passed)
+        if flags is None:
             return False
-        self._training_loop.note_equal_local_state(step + 1, is_equal=largest == 0)
-        self._must_resize = self._member.is_elastic and largest >= _WANTS_RESIZE
+        self._training_loop.note_equal_local_state(step + 1, is_equal=not flags & _DIFFERS)
+        self._must_resize = self._member.is_elastic and bool(flags & _WANTS_RESIZE)
         return True
 
     def _on_vote_passed(self) -> None:

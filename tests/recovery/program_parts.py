@@ -248,9 +248,9 @@ def die_when_told(wanted, folder, trainer):
 
     If that is the root of the vote, it knows the result as well; any other rank does not.
     """
-    all_max = CommitVote.all_max
+    all_or = CommitVote.all_or
 
-    def all_max_or_die(vote, mine, on_child_notified):
+    def all_or_or_die(vote, mine, on_child_notified):
         place, epoch = f"batch_end{trainer.fit_loop.epoch_loop.batch_idx}", str(trainer.current_epoch)
         for kind in ("deaf", "told"):
             mark = Path(folder, f"done-{kind}-{RANK}-{place}-{epoch}")
@@ -259,19 +259,19 @@ def die_when_told(wanted, folder, trainer):
                 continue
             mark.touch()
             if kind == "told":
-                all_max(vote, mine, on_child_notified)
+                all_or(vote, mine, on_child_notified)
                 time.sleep(0.2)  # others go on
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = all_max(vote, mine, on_child_notified) if vote._up is None else vote._send(vote._up, mine)
+            result = all_or(vote, mine, on_child_notified) if vote._up is None else vote._send(vote._up, mine)
             until_s = time.monotonic() + 20
             while group_health.cause is None and time.monotonic() < until_s:
                 time.sleep(0.01)
             if vote._up is not None:
                 raise ConnectionResetError("a test did not let this rank hear the result")
             return result
-        return all_max(vote, mine, on_child_notified)
+        return all_or(vote, mine, on_child_notified)
 
-    CommitVote.all_max = all_max_or_die
+    CommitVote.all_or = all_or_or_die
 
 
 class Module(pl.LightningModule):

@@ -146,6 +146,32 @@ def test_a_commit_knows_its_step_although_this_rank_counts_as_one_without_a_stat
     assert transaction.step == 4
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("wants_resize", [True, False])
+def test_a_vote_tells_both_whether_states_are_equal_and_whether_the_job_changes_its_size(
+    monkeypatch, is_equal, wants_resize
+):
+    """Each is known, whichever rank says it: equal states outlive a rank that is lost as the world changes."""
+    told, voted = [], []
+
+    def vote(mine, passed=None):
+        voted.append(mine)
+        return mine
+
+    monkeypatch.setattr(step, "commit_vote", vote)
+    others = Others(None)
+    others.note_equal_local_state = lambda step, *, is_equal: told.append(is_equal)
+    others.is_elastic, others.wants_resize, others.share_rank_local_state = (
+        True,
+        wants_resize,
+        lambda step: not is_equal,
+    )
+    transaction = transaction_of(others, [])
+    transaction.run(lambda: None, lambda _: None)
+    assert (told, transaction._must_resize) == ([is_equal], wants_resize)
+    assert voted == [2 * wants_resize + (not is_equal)]
+
+
 BEHIND, AHEAD = Arrival(incarnation=0, committed=0), Arrival(incarnation=0, committed=1)
 NEW = Arrival(incarnation=1)
 
