@@ -26,7 +26,9 @@ class Rank:
     def __init__(self, batch, num_samples, num_replicas, shards, rank, state):
         split = batch.split(num_replicas, shards)
         self.counts = Counts(ready=0, completed=0)
-        loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=self.counts)))
+        loop = SimpleNamespace(
+            _combined_loader=None, epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=self.counts))
+        )
         drop_last = not split.pads_last_step and num_samples % split.global_batch_size > 0
         sampler = ElasticSampler(num_samples, split, data_rank=rank, seed=SEED, drop_last=drop_last)
         self.loader = TrainerLoader(SimpleNamespace(fit_loop=loop), list(range(num_samples)), sampler)
