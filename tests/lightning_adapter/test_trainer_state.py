@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from device import ACCELERATOR
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, LoopError
@@ -286,6 +285,11 @@ def test_a_replacement_makes_its_loaders_in_the_epoch_of_the_others(present, mad
     assert trainer.current_epoch == present
 
 
+class Plain(Module):
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+
 def test_a_restart_finds_when_callbacks_had_saved_also_the_one_that_saved_its_checkpoint(tmp_path):
     """Lightning saves a callback's state before the callback records the save, and never loads that record."""
     saved, path = {}, str(tmp_path / "step=3.ckpt")
@@ -299,14 +303,14 @@ def test_a_restart_finds_when_callbacks_had_saved_also_the_one_that_saved_its_ch
     trainer = pl.Trainer(
         max_steps=3, accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False
     )
-    module = BoringModel()
+    module = Plain()
     module.layer.bias.requires_grad_(False)
     trainer.fit(module)
     wanted = untracked(trainer)
     again = pl.Trainer(accelerator=ACCELERATOR, logger=False, callbacks=callbacks, enable_progress_bar=False)
     assert untracked_in(again, saved[path], path) == wanted
     assert untracked_in(again, saved[path], "elsewhere.ckpt") != wanted
-    again.strategy.connect(BoringModel())
+    again.strategy.connect(Plain())
     freeze_as_saved(again, wanted)
     assert [each.requires_grad for each in again.lightning_module.parameters()] == [True, False]
 
