@@ -195,7 +195,7 @@ class LocalStates:
         self._kept_at_commits: dict[int, bytes] = {}
         """Of the source rank, as they were at the votes: a body that follows a commit may have to run again."""
         self._given: dict[str, dict[str, Any]] = {}
-        """In a joiner, what it was given of the objects of the program, in case nobody has its predecessor's."""
+        """In a joiner, what it was given of the objects of the program, in case no rank has its predecessor's."""
         self._given_before: dict[str, dict[str, Any]] = {}
         """What the giver's states were in `before`, as far as they differ."""
         self._has_warned = self._grows = False

@@ -135,7 +135,7 @@ class Arrival:
     rank_local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
     unshared_ranks: tuple[int, ...] = ()
-    """Ranks with rank-local state from a former world, while nobody may have sent any in this one; see
+    """Ranks with rank-local state from a former world, while none may have been sent in this one; see
     `LocalStates.unshared_ranks`."""
     equal_local_step: int = NO_STATE
     """Number of committed steps after which all ranks had equal rank-local states, if no code of this rank has written

@@ -249,9 +249,11 @@ def first_difference(
     for line in found:
         expected = wanted.get(line.place, line.digests)
         differing = differing_names(expected, line.digests) - {*ignored}
-        if line.point in ("gradients", "end"):
-            differing &= expected.keys() & line.digests.keys()
-        shown = {name for name in differing if name.startswith("logged ") and name in expected and name in line.digests}
+        in_both = expected.keys() & line.digests.keys()
+        if line.point == "end":
+            differing &= in_both
+        differing -= {name for name in differing if name.startswith("gradient ") and name not in in_both}
+        shown = {name for name in differing & in_both if name.startswith("logged ")}
         names = first_kind(shown if of_shown else differing - shown)
         if names:
             found_here = Difference(

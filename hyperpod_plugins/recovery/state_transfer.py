@@ -106,18 +106,9 @@ class TrainingState:
             "optimizers": described,
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
-            "frozen": self.frozen,
+            "frozen": frozen_parameters(self.model),
         }
         return pack(header)
-
-    @property
-    def frozen(self) -> list[str]:
-        """See `frozen_parameters`."""
-        return frozen_parameters(self.model)
-
-    def freeze(self, names: Collection[str]) -> None:
-        """See `freeze`."""
-        freeze(self.model, names)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
@@ -147,7 +138,7 @@ class TrainingState:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(_typed(parts[name], tensor))
-        self.freeze(described["frozen"])
+        freeze(self.model, described["frozen"])
 
     def checkpoint_parts(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
         """The recorded states of several ranks as parts of a checkpoint of this model, under its names.
@@ -269,7 +260,7 @@ class TrainingState:
                         tensor.copy_(_typed(part, tensor))
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
-        self.freeze(described["frozen"])
+        freeze(self.model, described["frozen"])
 
     def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Create the optimizer state that the header describes, and return all tensors to be filled."""

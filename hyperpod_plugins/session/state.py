@@ -34,7 +34,13 @@ from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramS
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD
-from hyperpod_plugins.recovery.state_transfer import NOT_HYPERPARAMETERS, load_hyperparameters, to_python_numbers
+from hyperpod_plugins.recovery.state_transfer import (
+    NOT_HYPERPARAMETERS,
+    freeze,
+    frozen_parameters,
+    load_hyperparameters,
+    to_python_numbers,
+)
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Buffers,
@@ -567,7 +573,11 @@ class TrainedState:
         parts = self.tensors.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         own = {rank: {"local": each.local, "layout": self._layout} for rank, each in described.items()}
         first, position = next(iter(described.items()))
-        extra = {"loop": replace(position, local={}).to_dict(), "own": own[first], "frozen": self.tensors.frozen}
+        extra = {
+            "loop": replace(position, local={}).to_dict(),
+            "own": own[first],
+            "frozen": frozen_parameters(self.model),
+        }
         self._prepared_writer.save_parts(path, parts, model=self.model, extra=extra, rank_state=own)
 
     @property
@@ -582,7 +592,7 @@ class TrainedState:
         """Write a checkpoint. All ranks must call this."""
         own = {"local": self.local_state, "layout": self._layout}
         # "own" is that of rank 0; if they differ, each rank adds its own
-        extra = {"loop": position.to_dict(), "own": own, "frozen": self.tensors.frozen}
+        extra = {"loop": position.to_dict(), "own": own, "frozen": frozen_parameters(self.model)}
         of_ranks = {dist.get_rank(): own}
         self._prepared_writer.save(
             path, model=self.model, optimizers=self.optimizers, extra=extra, rank_state=of_ranks
@@ -601,7 +611,7 @@ class TrainedState:
         if is_of_another_job:  # of perhaps other modules; this program sets their modes, and what is trained, itself
             position = replace(position, modes=())
         else:
-            self.tensors.freeze(extra["frozen"])
+            freeze(self.model, extra["frozen"])
         self.load_position(position)
         self._read_rank_local(Path(path), extra.get("own", {}), is_of_another_job=is_of_another_job)
         return position

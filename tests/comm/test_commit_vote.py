@@ -1,4 +1,4 @@
-"""Votes over a tree of sockets: all ranks get the flags that any has set, and nobody waits for one that is gone."""
+"""Votes over a tree of sockets: all ranks get the flags that any has set, and no rank waits for one that is gone."""
 
 import socket
 import struct

@@ -5,20 +5,19 @@ python -m hyperpod_plugins.cli rehearse tests/recovery/program_gallery.py one_cy
 
 import copy
 import os
-import random
 import sys
 from pathlib import Path
 
 import lightning.pytorch as L
 import numpy as np
 import torch
+from gallery_parts import Augmented, Network, generator
 from lightning.pytorch import callbacks as C
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
@@ -38,24 +37,6 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 BATCH = 4
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-class Augmented(Dataset):
-    """Samples with random transforms, of all three generators."""
-
-    def __init__(self, size=80):
-        self.x, self.y = torch.randn(size, 8, generator=generator(1)), torch.arange(size) % 4
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        x = self.x[index].flip(0) if random.random() < 0.5 else self.x[index]
-        return x + 0.1 * torch.randn(8) + float(np.random.rand()), self.y[index]
-
-
 class Stream(IterableDataset):
     """Each worker of each rank reads a part."""
 
@@ -64,16 +45,6 @@ class Stream(IterableDataset):
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         for index in range(RANK * num_workers + worker, 64, NUM_RANKS * num_workers):
             yield torch.full((8,), float(index)) + torch.randn(8), index % 4
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
 
 
 class Plain(L.LightningModule):

@@ -4,15 +4,16 @@ python -m hyperpod_plugins.cli rehearse tests/recovery/program_gallery_accelerat
 """
 
 import math
-import random
 import sys
 from pathlib import Path
 
+import gallery_parts
 import numpy as np
 import torch
 from accelerate import DataLoaderConfiguration
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import ProjectConfiguration, set_seed
+from gallery_parts import Augmented, generator
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -29,22 +30,10 @@ FOLDER = Path(sys.argv[-1])
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-class Images(Dataset):
-    """Samples with random transforms, of all three generators."""
-
-    def __init__(self, size=80):
-        self.x, self.y = torch.randn(size, 8, generator=generator(1)), torch.arange(size) % 4
-
-    def __len__(self):
-        return len(self.x)
-
+class Images(Augmented):
     def __getitem__(self, index):
-        x = self.x[index].flip(0) if random.random() < 0.5 else self.x[index]
-        return {"x": x + 0.1 * torch.randn(8) + float(np.random.rand()), "labels": self.y[index]}
+        x, y = super().__getitem__(index)
+        return {"x": x, "labels": y}
 
 
 class Texts(Dataset):
@@ -64,11 +53,12 @@ class Stream(IterableDataset):
         yield from (images[index] for index in range(20))
 
 
-class Network(nn.Module):
+class Network(gallery_parts.Network):
+    """With a normalization that is not of the batch."""
+
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, x):
         return self.head(self.norm(self.body(x)).relu())

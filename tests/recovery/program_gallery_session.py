@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gallery_parts import Augmented, Network, generator
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 from tqdm.auto import tqdm
 
@@ -24,37 +25,9 @@ BATCH, GLOBAL_BATCH, VOCABULARY = 4, 8, 32
 FOLDER = Path(sys.argv[-1])
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-class Augmented(Dataset):
-    """Samples with random transforms, of all three generators."""
-
-    def __init__(self, size=80):
-        self.x, self.y = torch.randn(size, 8, generator=generator(1)), torch.arange(size) % 4
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        x = self.x[index].flip(0) if random.random() < 0.5 else self.x[index]
-        return x + 0.1 * torch.randn(8) + float(np.random.rand()), self.y[index]
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from TensorDataset(*Augmented().x.split(1))
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
 
 
 class LanguageModel(nn.Module):

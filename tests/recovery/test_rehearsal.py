@@ -105,6 +105,18 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
     assert first_difference(records(read_lines(tmp_path)), read_lines(tmp_path)) is None
 
 
+def test_a_gradient_that_one_job_alone_has_is_of_an_earlier_step_but_a_batch_is_not():
+    wanted = {Place(0, 0, 2, "gradients"): {"batch 0": 1, "batch 1": 2, "gradient a": 3, "gradient b": 4}}
+
+    def found(**digests):
+        return first_difference(wanted, [DigestLine(rank=0, step=2, point="gradients", digests=digests)])
+
+    both = {"batch 0": 1, "batch 1": 2}
+    assert found(**both, **{"gradient a": 3, "gradient c": 5}) is None
+    assert found(**both, **{"gradient a": 6}).names == ("gradient a",)
+    assert found(**{"batch 0": 1, "gradient a": 3}).names == ("batch 1",)
+
+
 def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
     wanted = {Place(0, 0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
 
