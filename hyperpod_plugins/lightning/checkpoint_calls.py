@@ -2,9 +2,10 @@
 
 [Note: interrupted saves] `on_train_batch_end` comes after the step's commit, so it is not called again as the loops are
 re-entered at the next step. If peers are lost there, checkpoint callbacks that had not ended yet are put back to their
-state before the call. Once all ranks are connected again, they take the state of the rank that has seen most of these
-callbacks save, and call the hooks as they were at that batch's end: with the values shown there, and the state after
-the committed step as the contents of a checkpoint. A callback that has saved this step does nothing more.
+state before the call. Once all ranks are connected again, they take the state of those callbacks that have saved from
+the rank that has seen most of them save, and call the hooks as they were at that batch's end: with the values shown
+there, and the state after the committed step as the contents of a checkpoint. A callback that has saved this step does
+nothing more.
 
 What an interrupted call has written is overwritten, not kept beside a second version of it. This also holds for saves
 at the end of an evaluation or an epoch, which are parts that are run again; there the callbacks are put back with the
@@ -122,22 +123,29 @@ class CheckpointCalls:
         return exists(path, trainer) and path not in self._paths
 
     def _agree(self, trainer: Trainer) -> None:
-        """Give all ranks the state of the callbacks of the rank that has seen most of them save this step.
+        """Give all ranks the state of the callbacks that have saved this step, of the rank that has seen most of them.
 
         Ranks that were interrupted at different points of a save disagree about it, and so may those that have entered
-        the loops with the descriptions of different ranks, if faults follow each other.
+        the loops with the descriptions of different ranks, if faults follow each other. Of other callbacks each rank
+        keeps its own state, since the scores that they know may differ.
         """
         step, callbacks = trainer.global_step, trainer.checkpoint_callbacks
-        saved = sum(vars(each).get("_last_global_step_saved") == step for each in callbacks)
-        place = torch.tensor([saved * trainer.world_size - trainer.global_rank], device=trainer.strategy.root_device)
-        dist.all_reduce(place, op=dist.ReduceOp.MAX)
-        source = -int(place) % trainer.world_size
+        own = [vars(each).get("_last_global_step_saved") == step for each in callbacks]
+        place = sum(own) * trainer.world_size - trainer.global_rank
+        agreed = torch.tensor([place, *own], dtype=torch.long, device=trainer.strategy.root_device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        place, *have_saved = agreed.tolist()
+        if not any(have_saved):
+            return
         states = [each.state_dict() if isinstance(each, ModelCheckpoint) else {} for each in callbacks]
-        own = replace_paths((states, last_saves(trainer)), self.shared)
-        states, saves = trainer.strategy.broadcast(own, source)
-        for callback, state in zip(callbacks, states, strict=True):
-            if state:
-                callback.load_state_dict(state)
+        saves = last_saves(trainer)
+        given = replace_paths((states, saves), self.shared)
+        states, given_saves = trainer.strategy.broadcast(given, -place % trainer.world_size)
+        for index, has_saved in enumerate(have_saved):
+            if has_saved:
+                saves[index] = given_saves[index]
+                if states[index]:
+                    callbacks[index].load_state_dict(states[index])
         set_last_saves(trainer, saves)
 
     def _call_again(self, trainer: Trainer, shown: Mapping[str, Any], save: Save) -> None:

@@ -122,6 +122,7 @@ if TYPE_CHECKING:
         ModelPruning,
         ModelSummary,
         StochasticWeightAveraging,
+        Timer,
     )
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -176,6 +177,7 @@ else:
     ModelPruning = _get(f"{_pl}.callbacks", "ModelPruning")
     ModelSummary = _get(f"{_pl}.callbacks", "ModelSummary")
     StochasticWeightAveraging = _get(f"{_pl}.callbacks", "StochasticWeightAveraging")
+    Timer = _get(f"{_pl}.callbacks", "Timer")
     ModelParallelStrategy = _get(f"{_pl}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _get(f"{_pl}.strategies", "ParallelStrategy")
     TrainerFn = _get(f"{_pl}.trainer.states", "TrainerFn")
@@ -206,6 +208,7 @@ __all__ = [
     "SIGTERMException",
     "SLURMEnvironment",
     "StochasticWeightAveraging",
+    "Timer",
     "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",

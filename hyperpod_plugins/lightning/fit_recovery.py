@@ -23,12 +23,13 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.compat import restore as restore_method
 from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.local_state import register_all
+from hyperpod_plugins.lightning.local_state import LoggedMeans, MetricStates, register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
 from hyperpod_plugins.lightning.module_checks import (
     check_limit,
@@ -50,6 +51,7 @@ from hyperpod_plugins.lightning.reentry import (
 )
 from hyperpod_plugins.lightning.rehearsed_calls import rehearse_fit
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
+from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
@@ -331,14 +333,14 @@ class FitRecovery(NullFitRecovery):
         if former is None or former._has_moved:
             self.local = LocalStates(topology, self.member.rank, former=local, former_ranks=engine.former_ranks)
             self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
+            self._callbacks = RankLocalCallbacks(self.local, trainer, self._hooks, self._calls)
         else:
-            self.local, self.means, self.values = former.local, former.means, former.values
-            self.metrics = former.metrics
+            self.local, self.means, self.values, self.metrics, self._callbacks = former.rank_local
         if former is None and self.member.is_joining and entries.begins_anew:
             self.local.begins_at = steps_done(trainer)
         for name, registered in rank_local.items():
             self.local.register(f"registered {name!r}", registered)
-        self.window.set_local_state(self.local, self.means, self.values, self._rows, self.metrics)
+        self.window.set_local_state(self.local, self.means, self.values, self._rows, self.metrics, self._callbacks)
         self.transaction = engine.attach(self.window, state, topology, device=device, snapshot_group=snapshot_group)
         self._is_keyed, self._random_seed = options.step_keyed_random, seed
         self._data_rank = topology.data_rank(self.member.rank)
@@ -361,6 +363,11 @@ class FitRecovery(NullFitRecovery):
         """Whether this rank leaves the loops while it waits for the others at the end of a part."""
         self._is_checked = former is not None and former._is_checked
         self._is_armed = former is not None and former._is_armed
+
+    @property
+    def rank_local(self) -> tuple[LocalStates, LoggedMeans, ShownValues, MetricStates, RankLocalCallbacks]:
+        """The objects that hold rank-local state, which the next entry takes over."""
+        return self.local, self.means, self.values, self.metrics, self._callbacks
 
     # -- setting up ---------------------------------------------------------------------------------------------
 
@@ -504,6 +511,7 @@ class FitRecovery(NullFitRecovery):
     @override
     def note_save(self, own: str, shared: str) -> None:
         self._calls.note_path(own, shared)
+        self.local.note_hooks()
 
     @override
     def leave_loops(self, error: PeerLost, *, from_checkpoint: bool) -> bool:
@@ -615,7 +623,8 @@ class FitRecovery(NullFitRecovery):
         if self.member.committed == NO_STATE and not self.member.has_torn_state:
             self._rows.expect(rows)
         if left.own:
-            checkpoint = merge_own(checkpoint, read_trainer(left.own))
+            is_behind = self.member.has_torn_state or self.member.committed == NO_STATE  # its buddy gives it the rest
+            checkpoint = merge_own(checkpoint, read_trainer(left.own), () if is_behind else self._callbacks.keys)
         self.window.keep_start()
         self.window.entered_with, self._entered_with = description, checkpoint
         self.window.entered_within_step = resume_point.in_step or is_ours

@@ -96,6 +96,8 @@ class SavingHooks:
         """Kept states of each part under way, by `state_key`; the part that began first comes first."""
         self._computing: dict[str, _Kept] = {}
         """States at the beginning of the step's computation, by `state_key`."""
+        self._in_window: dict[str, dict[str, Any]] = {}
+        """In a window of micro-steps, the states of callbacks that change between them, as its computation began."""
         self._changing: dict[tuple[str, bool], list[tuple[Callback, frozenset[str]]]] = {}
         self._looked_at: list[Callback] = []
         self._should_stop = False
@@ -115,7 +117,7 @@ class SavingHooks:
             return  # the second evaluation of a window
         self._kept[part] = {}
         for callback, hooks in self._changed_in(part, trainer):
-            state = self._state_of(callback)
+            state = self.state_of(callback)
             if state is not None:
                 self._kept[part][callback.state_key] = _Kept(callback, state, hooks)
 
@@ -125,18 +127,22 @@ class SavingHooks:
         In a window of micro-steps, hooks of batches and of the computation alternate, so a callback that has both
         cannot be restored for the latter alone; see `refuse_interleaved_hooks`.
         """
-        self._computing = {}
+        self._computing, self._in_window = {}, {}
         for key, kept in self._kept.get(BATCH, {}).items():
             if kept.hooks <= _OF_COMPUTATION:
                 self._computing[key] = kept
             elif kept.hooks & _OF_COMPUTATION and trainer.accumulate_grad_batches == 1:
-                state = self._state_of(kept.callback)
+                state = self.state_of(kept.callback)
                 if state is not None:
                     self._computing[key] = replace(kept, state=state)
+            elif trainer.accumulate_grad_batches > 1:
+                state = self.state_of(kept.callback)
+                if state is not None:
+                    self._in_window[key] = state
 
     def end_part(self) -> None:
         """End the part: the changes made by its hooks are final."""
-        self._kept, self._computing = {}, {}
+        self._kept, self._computing, self._in_window = {}, {}, {}
 
     def present_states(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
         """The state of each callback as it is now, by `state_key`; only of those that `put_back` restores in a step.
@@ -145,7 +151,7 @@ class SavingHooks:
         """
         is_window = trainer.accumulate_grad_batches > 1
         every = [each for each in callbacks_of(trainer) if not is_window or each.state_key in self._computing]
-        states = {each.state_key: self._state_of(each) for each in every}
+        states = {each.state_key: self.state_of(each) for each in every}
         return {key: state for key, state in states.items() if state}
 
     def own_callbacks(self, trainer: Trainer) -> dict[str, Callback]:
@@ -154,12 +160,14 @@ class SavingHooks:
         for each in callbacks_of(trainer):
             has = partial(is_overridden, instance=each, parent=Callback)
             is_own = has("state_dict") and not is_of_lightning(type(each))
-            if is_own and not any(map(has, _LOADING)) and self._state_of(each) is not None:
+            if is_own and not any(map(has, _LOADING)) and self.state_of(each) is not None:
                 found[each.state_key] = each
         return found
 
-    def refresh_copies(self, keys: Iterable[str]) -> None:
-        """Update the copies of callbacks that have been given the state of another rank at the same beginning.
+    def refresh_untouched(self, keys: Iterable[str]) -> None:
+        """Update the copies of callbacks that have been given a state inside a step, before it computes.
+
+        Copies from before hooks that have run since stay as they are; see `replace_begun`.
 
         Args:
             keys: `state_key` of these callbacks.
@@ -167,9 +175,49 @@ class SavingHooks:
         for key in keys:
             for states in (*self._kept.values(), self._computing):
                 kept = states.get(key)
-                state = None if kept is None else self._state_of(kept.callback)
-                if kept is not None and state is not None:
+                if kept is None or not (states is self._computing or kept.hooks <= _OF_COMPUTATION):
+                    continue
+                state = self.state_of(kept.callback)
+                if state is not None:
                     states[key] = replace(kept, state=state)
+
+    def read(self, callback: Callback) -> dict[str, Any] | None:
+        """The callback's state, not copied; None if its `state_dict` communicates."""
+        if (callback, "state_dict") in self._left_out:
+            return None
+        try:
+            with group_health.forbid(FOR_PEERS):
+                return callback.state_dict()
+        except PeerLost:
+            return None
+        except LoopError as error:
+            if str(error) != FOR_PEERS:
+                raise
+            return None  # `dump` also finds and reports this
+
+    def state_of(self, callback: Callback) -> dict[str, Any] | None:
+        """A copy of the callback's state; None if its `state_dict` communicates."""
+        state = self.read(callback)
+        return None if state is None else copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, state))
+
+    def begun_computing(self, key: str) -> dict[str, Any] | None:
+        """The state of a callback as the computation of the present window began, if micro-steps have changed it since.
+
+        None for all other callbacks.
+        """
+        return self._in_window.get(key)
+
+    def begun_with(self, key: str) -> dict[str, Any] | None:
+        """The state of a callback before the first hook of the part, if it has hooks there that precede the step."""
+        kept = self._first().get(key)
+        return None if kept is None or kept.hooks <= _OF_COMPUTATION else kept.state
+
+    def replace_begun(self, key: str, state: dict[str, Any]) -> None:
+        """Replace what `begun_with` returns by the state of another process at that point."""
+        for states in self._kept.values():
+            if key in states:
+                states[key] = replace(states[key], state=state)
+                return
 
     def add_left_out(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Add what the hooks save that communicate. All ranks call this together, connected."""
@@ -198,8 +246,8 @@ class SavingHooks:
         for kept in (self._computing if is_inside else self._first()).values():
             if kept.state:
                 kept.callback.load_state_dict(copy.deepcopy(kept.state))
-            elif self._state_of(kept.callback):
-                _empty(kept.callback)
+            elif self.state_of(kept.callback):
+                load_empty(kept.callback)
         if self._kept and not is_inside:
             trainer.should_stop = self._should_stop
 
@@ -236,20 +284,6 @@ class SavingHooks:
     def _first(self) -> dict[str, _Kept]:
         """For each callback, its state at the beginning of the earliest part under way in which it has hooks."""
         return {key: kept for part in reversed(self._kept.values()) for key, kept in part.items()}
-
-    def _state_of(self, callback: Callback) -> dict[str, Any] | None:
-        """A copy of the callback's state; None if its `state_dict` communicates."""
-        if (callback, "state_dict") in self._left_out:
-            return None
-        try:
-            with group_health.forbid(FOR_PEERS):
-                return copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, callback.state_dict()))
-        except PeerLost:
-            return None
-        except LoopError as error:
-            if str(error) != FOR_PEERS:
-                raise
-            return None  # `dump` also finds and reports this
 
     def _changed_in(self, part: str, trainer: Trainer) -> list[tuple[Callback, frozenset[str]]]:
         """Callbacks that have state and hooks in a part, with these hooks."""
@@ -311,7 +345,7 @@ def refuse_interleaved_hooks(trainer: Trainer) -> None:
             )
 
 
-def _empty(callback: Callback) -> None:
+def load_empty(callback: Callback) -> None:
     """Restore a state that was empty, which Lightning never does."""
     try:
         callback.load_state_dict({})

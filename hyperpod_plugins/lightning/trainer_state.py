@@ -10,9 +10,10 @@ between steps. `rewind` converts the former to the latter; the rest is Lightning
 import copy
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
+    Callback,
     CombinedLoader,
     Trainer,
     callbacks_of,
@@ -54,7 +56,10 @@ LOCAL = "hyperpod:local"
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (_MICRO_STEPS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
-_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
+_MAX_SMALL_ENTRIES, _MAX_SMALL_BYTES = 1024, 2**16
+_NOW, _FIRST = "now", "before the first hook of the part"
+_SCORE = "current_score"
+_LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", _SCORE)
 _OF_LIGHTNING = [
     "epoch",
     "global_step",
@@ -72,32 +77,74 @@ def is_rank_local(state: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(state))
 
 
-def merge_own(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def is_small(state: Any) -> bool:
+    """Whether a state is plain, and small enough to be sent to another rank in each step."""
+    sizes = _sizes(state)
+    return sum(sizes) <= _MAX_SMALL_BYTES and len(sizes) <= _MAX_SMALL_ENTRIES
+
+
+def _sizes(value: Any) -> list[int]:
+    """The size of each value in plain containers, in bytes; too large for other types, and cut off at the limit."""
+    kind = type(value)
+    if kind in (int, float, bool, NoneType):
+        return [8]
+    if kind in (str, bytes):
+        return [len(value)]
+    if kind is torch.Tensor:
+        return [value.nbytes if value.numel() <= _MAX_SMALL_ENTRIES else _MAX_SMALL_BYTES + 1]
+    if kind not in (dict, list, tuple, set) or len(value) > _MAX_SMALL_ENTRIES:
+        return [_MAX_SMALL_BYTES + 1]
+    found: list[int] = []
+    for each in (*value, *value.values()) if kind is dict else value:
+        found += _sizes(each)
+        if len(found) > _MAX_SMALL_ENTRIES:
+            break
+    return found
+
+
+def merge_own(theirs: dict[str, Any], own: Mapping[str, Any], keys: Collection[str] = ()) -> dict[str, Any]:
     """The description with which a survivor re-enters the loops: that of another rank, without its rank-local state.
 
-    Callbacks with rank-local state keep their present one. Rank-local state of other hooks is taken from `own`.
+    Callbacks with large rank-local state keep their present one. Other rank-local state is taken from `own`.
 
     Args:
         theirs: description of the rank that had come furthest.
         own: description of this rank from when it left the loops.
+        keys: `state_key` of the callbacks whose small state is rank-local.
     """
     callbacks = {key: state for key, state in theirs.get("callbacks", {}).items() if not is_rank_local(state)}
+    callbacks = _with_small(callbacks, own, keys)
+    if keys and _SAVED_AT in own:
+        pairs = zip(theirs.get(_SAVED_AT, []), own[_SAVED_AT], strict=False)
+        saved_at = [{**one, **{key: value for key, value in other.items() if key == _SCORE}} for one, other in pairs]
+        theirs = {**theirs, _SAVED_AT: saved_at}
     known = (*_OF_LIGHTNING, *_OF_DESCRIPTIONS, LOCAL)
     saved = {key: value for key, value in own.items() if key not in known and is_rank_local(value)}
     return {**theirs, **saved, "callbacks": callbacks}
 
 
-def with_rank_local(theirs: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _with_small(callbacks: dict[str, Any], own: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The states of callbacks with small ones named in `keys` as they are in `own`, where an empty one is missing."""
+    mine = own.get("callbacks", {})
+    names = {key for key in keys if is_small(mine.get(key, {})) and is_small(callbacks.get(key, {}))}
+    return {key: state for key, state in callbacks.items() if key not in names} | {
+        key: mine[key] for key in names & mine.keys()
+    }
+
+
+def with_rank_local(theirs: dict[str, Any], own: Mapping[str, Any], keys: Collection[str] = ()) -> dict[str, Any]:
     """The description of another rank after the same step, with this rank's own state of what is rank-local.
 
     Args:
         theirs: description with which this rank has entered the loops.
         own: what the hooks of this rank save at that point.
+        keys: `state_key` of the callbacks whose small state is rank-local.
     """
     callbacks = {key: state for key, state in own.get("callbacks", {}).items() if is_rank_local(state)}
     known = (*_OF_LIGHTNING, *_OF_DESCRIPTIONS, LOCAL)
     saved = {key: value for key, value in own.items() if key not in known and is_rank_local(value)}
-    return {**theirs, **saved, "callbacks": {**theirs.get("callbacks", {}), **callbacks}}
+    merged = _with_small(theirs.get("callbacks", {}), own, keys)
+    return {**theirs, **saved, "callbacks": {**merged, **callbacks}}
 
 
 def rank_local_part(checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -129,38 +176,50 @@ def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
     """What hooks save that may be rank-local, `packed`; empty if there is none."""
     saved = hooks.dump(trainer)
     known = (*_OF_LIGHTNING, *arguments(trainer))
-    callbacks = {key: state for key, state in saved.get("callbacks", {}).items() if is_rank_local(state)}
+    of_callbacks = saved.get("callbacks", {})
+    callbacks = {
+        each.state_key: {_NOW: _as_computed_with(each, hooks), _FIRST: of_callbacks[each.state_key]}
+        for each in callbacks_of(trainer)
+        if is_rank_local(of_callbacks.get(each.state_key))
+    }
     own = {key: value for key, value in saved.items() if key not in known and is_rank_local(value)}
     if not (callbacks or own):
         return b""
     return pack({"callbacks": callbacks, **own})
 
 
-def take_rank_local(trainer: Trainer, data: bytes, entered_with: bytes) -> list[str]:
+def take_rank_local(trainer: Trainer, hooks: SavingHooks, data: bytes, entered_with: bytes) -> None:
     """Make a replacement's hooks load the rank-local state of a replica of its shard.
 
     The hooks have already loaded `entered_with`; they load it once more with that state added.
 
     Args:
         trainer: of the replacement.
+        hooks: of the program.
         data: made by `rank_local_of`.
         entered_with: the description with which the loops were entered.
-
-    Returns:
-        The `state_key` of each callback with state in `data`.
     """
     saved = read_trainer(data)
     callbacks = callbacks_of(trainer)
     states = saved.pop("callbacks")
     for callback in callbacks:
         if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+            callback.load_state_dict(states[callback.state_key][_NOW])
     if saved:
         checkpoint = (read_trainer(entered_with) if entered_with else {}) | saved
         for callback in callbacks:
             callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
         trainer.lightning_module.on_load_checkpoint(checkpoint)
-    return list(states)
+    hooks.refresh_untouched(states)
+    for key, state in states.items():
+        if hooks.begun_with(key) is not None:
+            hooks.replace_begun(key, state[_FIRST])
+
+
+def _as_computed_with(callback: Callback, hooks: SavingHooks) -> dict[str, Any] | None:
+    """The state of a callback as the present step began to compute, or now between steps."""
+    in_window = hooks.begun_computing(callback.state_key)
+    return hooks.state_of(callback) if in_window is None else in_window
 
 
 def describe_trainer(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
     Callback,
@@ -179,6 +180,7 @@ class AccumulationWindow:
         self._local: LocalStates
         self._means: LoggedMeans
         self._values: ShownValues
+        self._callbacks: RankLocalCallbacks
         self._rows: LoggedRows
         self.entered_with, self.entered_within_step = b"", False
         """Description with which the loops were entered, until this rank has joined the others; and whether it is one
@@ -357,10 +359,17 @@ class AccumulationWindow:
             forget_iteration(self._state.model)
 
     def set_local_state(
-        self, states: LocalStates, means: LoggedMeans, values: ShownValues, rows: LoggedRows, metrics: MetricStates
+        self,
+        states: LocalStates,
+        means: LoggedMeans,
+        values: ShownValues,
+        rows: LoggedRows,
+        metrics: MetricStates,
+        callbacks: RankLocalCallbacks,
     ) -> None:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
+        self._callbacks = callbacks
 
     def shown_values(self) -> Tables:
         """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""
@@ -384,7 +393,8 @@ class AccumulationWindow:
         self._means.begin()
         counts = self._zero_grad_counts
         self._zero_grads = {"total": dict(vars(counts.total)), "current": dict(vars(counts.current))}
-        self._local.begin(step, begins_epoch=begins_epoch)
+        with self._callbacks.as_step_begins():
+            self._local.begin(step, begins_epoch=begins_epoch)
 
     @property
     def can_undo(self) -> bool:
@@ -530,16 +540,22 @@ class AccumulationWindow:
         """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
         self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
-        hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
+        hooks_state = self._local.send_to_joiners(plan.senders, self._rank_local_of_hooks)
         if hooks_state:
-            self._hooks.refresh_copies(take_rank_local(self._trainer, hooks_state, self.entered_with))
+            take_rank_local(self._trainer, self._hooks, hooks_state, self.entered_with)
         entered = read_trainer(self.entered_with) if self.entered_with else None
         begins_epoch = self._begins_epoch if entered is None else not is_within_epoch(entered)
-        self._local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal, begins_epoch=begins_epoch)
+        with self._callbacks.as_step_begins():
+            self._local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal, begins_epoch=begins_epoch)
+        if rank in plan.senders:
+            self._callbacks.restored()
         self._metrics.forget_computed()
         self._means.forget_computed()
         if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
+
+    def _rank_local_of_hooks(self) -> bytes:
+        return rank_local_of(self._trainer, self._hooks)
 
     can_undo_exceptions = CAN_RESET
 
@@ -567,7 +583,7 @@ class AccumulationWindow:
     def _checkpoint_of_rank(self) -> dict[str, Any]:
         """Checkpoint data of the step's beginning; its description may be another rank's, but not the local state."""
         described, own = read_trainer(self.capture_state()), self._hooks.dump(self._trainer)
-        return as_checkpoint(with_rank_local(described, own)) | arguments(self._trainer)
+        return as_checkpoint(with_rank_local(described, own, self._callbacks.keys)) | arguments(self._trainer)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
         """Write a checkpoint that `fit` can resume from: the state at the beginning of this step, or `snapshots`.

@@ -133,12 +133,12 @@ class ProgramState:
 
     def state_dict(self) -> dict[str, Any]:
         """The object's state, with copies of tensors on the CPU."""
-        return {"state": tree_map(_copied, self.stateful.state_dict())}
+        return {"state": tree_map(copied_leaf, self.stateful.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Load a copy of a `state_dict`, since the object may keep and change what it is given; ignore an empty one."""
         if state_dict and "state" not in leave:
-            self.stateful.load_state_dict(tree_map(_copied, state_dict["state"]))
+            self.stateful.load_state_dict(tree_map(copied_leaf, state_dict["state"]))
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """The state as a whole, if it differs."""
@@ -154,7 +154,7 @@ def is_metric(value: object) -> bool:
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)
 
 
-def _copied(leaf: Any) -> Any:
+def copied_leaf(leaf: Any) -> Any:
     """A copy of a leaf of a state that an object may change in place; of a tensor, on the CPU."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().clone()
@@ -187,6 +187,7 @@ class LocalStates:
         self._states: dict[str, RankLocalState] = {}
         self._of_program: dict[str, ProgramState] = {}
         self._repeated: set[str] = set()
+        self._entered_with: set[str] = set()
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._at_commits: dict[int, dict[str, dict[str, Any]]] = {} if former is None else dict(former._at_commits)
@@ -210,7 +211,7 @@ class LocalStates:
         self._is_new = True
         """Whether this process has begun no step after a commit, and cannot know yet what code after it writes."""
         self._begins_in = -1
-        """Step whose beginning follows no commit, but the set-up or a checkpoint."""
+        """Step whose beginning follows no commit, but the set-up, a checkpoint, or a repair before a part."""
         self._ward_gives: bool | None = None
         """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
         self._ward_writes_alone = False
@@ -229,7 +230,9 @@ class LocalStates:
         """The state of such a joiner before it gets that of its replica."""
         self.reset()
 
-    def register(self, name: str, state: RankLocalState, *, is_repeated: bool = False) -> None:
+    def register(
+        self, name: str, state: RankLocalState, *, is_repeated: bool = False, is_entered_with: bool = False
+    ) -> None:
         """Keep the state of an object. All ranks register the same names.
 
         Args:
@@ -237,8 +240,11 @@ class LocalStates:
             state: the object.
             is_repeated: whether hooks that write the state after a commit do not cause it to be sent again:
                 `load_state_dict` repeats their effect, or keeps the values of the rank that gives the parameters.
+            is_entered_with: whether the loop loads the state of its rank itself where it is entered.
         """
         self._states[name] = state
+        if is_entered_with:
+            self._entered_with.add(name)
         self._of_program.pop(name, None)
         if isinstance(state, ProgramState):
             self._of_program[name] = state
@@ -330,8 +336,8 @@ class LocalStates:
         ]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The present state of this rank, by registered name."""
-        return self._present()
+        """The present state of this rank by registered name, without what the loop loads itself as it is entered."""
+        return {name: state.state_dict() for name, state in self._states.items() if name not in self._entered_with}
 
     def load(
         self, states: Mapping[str, dict[str, Any]], *, begins_epoch: bool, is_of_another_job: bool = False
@@ -344,8 +350,8 @@ class LocalStates:
             is_of_another_job: whether the states may be of another program; only parts that fit are loaded then.
         """
         for name, state in self._states.items():
-            if is_of_another_job and name in self._of_replica:
-                continue  # a program that resumes from a checkpoint of another job begins with its own
+            if name in self._entered_with or (is_of_another_job and name in self._of_replica):
+                continue  # a program that resumes from a checkpoint of another job begins with its own attributes
             if not (begins_epoch and name.endswith(EPOCH_SUFFIX)):
                 values = states.get(name, {})
                 state.load_state_dict(state.fitting(values) if is_of_another_job else values)
@@ -387,7 +393,7 @@ class LocalStates:
         self._last_own = self._last_kept = b""
         self._ward_gives = None
         self._is_after_part = False
-        """Whether a part outside steps has begun since the last exchange of a vote."""
+        """Whether a part outside steps has begun, or a save has ended, since the last exchange of a vote."""
         self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
         of the last repair, whose state the source rank has sent; and step that has begun last."""
@@ -490,10 +496,13 @@ class LocalStates:
         Args:
             step: number of committed steps.
         """
-        if not self._is_active or self._last is None:
+        if not self._is_active or (self._last is None and self._restored_at != step):
             return
-        self._note_written(step, self._last, begins_epoch=False)
-        self._is_after_part = True
+        if self._last is None:
+            self._begins_in = step
+        else:
+            self._note_written(step, self._last, begins_epoch=False)
+        self._is_after_part, self._restored_at = True, -1
         present = self._present()
         data = self._packed(present)
         label = f"the state of one rank as a part after step {step} begins"
@@ -501,6 +510,10 @@ class LocalStates:
             received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
             self._last, self._last_own, self._last_kept = present, data, _raw(received[self._ward][0])
             self._own[step], self._kept[step] = self._last_own, self._last_kept
+
+    def note_hooks(self) -> None:
+        """Note that all ranks have run code that may write states which are not sent again by themselves."""
+        self._is_after_part = self._is_active
 
     def undo(self) -> None:
         """Restore the objects that the program registered to their state when the step began."""
@@ -517,7 +530,7 @@ class LocalStates:
             targets: ranks of the joiners.
         """
         if self._first is None and step == self.begins_at and self._rank in targets:
-            self._first = self.state()
+            self._first = self._present()
 
     def restore(
         self, step: int, sources: Mapping[int, int], *, are_equal: bool = False, begins_epoch: bool = False
@@ -607,8 +620,12 @@ class LocalStates:
 
     def _send_states(
         self, step: int, givers: Mapping[int, int], *, are_equal: bool
-    ) -> tuple[bytes, dict[str, list[str]]]:
-        """Pass states to joiners. A joiner gets its state and the parts that it must not load."""
+    ) -> tuple[bytes, dict[str, dict[str, bool]]]:
+        """Pass states to joiners.
+
+        A joiner gets its state and, by name, the parts that it must not load, each with whether it was equal on both
+        ranks before it was written: then this rank's has the value of the lost one's.
+        """
         sends = {
             target: self._given_as_equal() if are_equal else self._given_to_joiner(step)
             for target, giver in givers.items()
@@ -627,7 +644,7 @@ class LocalStates:
         return [self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
 
     def _take(
-        self, step: int, data: bytes, leave: dict[str, list[str]], targets: Sequence[int], begins_epoch: bool
+        self, step: int, data: bytes, leave: dict[str, dict[str, bool]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
@@ -646,13 +663,17 @@ class LocalStates:
             return
         self._load_kept(_unpacked(data), leave, begins_epoch=begins_epoch, is_in_body=is_in_body)
         lost = [
-            (name, f"{name} {part}") for name, parts in leave.items() if name not in self._repeated for part in parts
+            (name, f"{name} {part}")
+            for name, parts in leave.items()
+            if name not in self._repeated
+            for part, was_equal in parts.items()
+            if not was_equal
         ]
         if lost:
             self._tell_lost(step, lost, "its predecessor was lost before it sent what was written after the step")
 
     def _load_kept(
-        self, found: dict[str, Any], leave: dict[str, list[str]], *, begins_epoch: bool, is_in_body: bool
+        self, found: dict[str, Any], leave: dict[str, dict[str, bool]], *, begins_epoch: bool, is_in_body: bool
     ) -> None:
         """Load states that were kept for this rank, but for the parts in `leave`."""
         before = found.pop(_BEFORE, {})
@@ -672,14 +693,24 @@ class LocalStates:
         An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
         """
         states = self._kept_at_commits if self.is_at_commit else self._kept
-        data, leave = states.get(step, b""), self._written_since(step)
-        if _is_whole(data) and not leave.keys().isdisjoint(self._of_program):
-            own, kept, present = _unpacked(self._own[step]), _unpacked(data), self._present_with_before()
-            equal = [name for name in leave if name in self._of_program and are_same(own.get(name), kept.get(name))]
+        data, written = states.get(step, b""), self._written_since(step)
+        if not (_is_whole(data) and written):
+            return [data, pack({name: dict.fromkeys(parts, False) for name, parts in written.items()})]
+        own, kept = _unpacked(self._own[step]), _unpacked(data)
+        equal = [name for name in written if name in self._of_program and are_same(own.get(name), kept.get(name))]
+        leave = {name: self._were_equal(name, parts, own, kept) for name, parts in written.items() if name not in equal}
+        if equal:
+            present = self._present_with_before()
             before = {name: state for name, state in present.get(_BEFORE, {}).items() if name in equal}
             kept |= {name: present[name] for name in equal} | ({_BEFORE: before} if before else {})
-            data, leave = self._packed(kept), {name: parts for name, parts in leave.items() if name not in equal}
+            data = self._packed(kept)
         return [data, pack(leave)]
+
+    def _were_equal(
+        self, name: str, parts: Sequence[str], own: Mapping[str, Any], kept: Mapping[str, Any]
+    ) -> dict[str, bool]:
+        differing = self._states[name].written(own.get(name, {}), kept.get(name, {}))
+        return {part: part not in differing for part in parts}
 
     def _written_since(self, step: int) -> dict[str, list[str]]:
         """Parts, by state, that hooks wrote here, and hence on the source rank, since that sent its state.

@@ -153,7 +153,7 @@ def are_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(are_same, one, other))
-    return type(one) is type(other) and one == other
+    return type(one) is type(other) and (one == other or (type(one) is float and one != one and other != other))
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -233,8 +233,10 @@ class Rehearsal:
         return self._job is not None or step in self._steps
 
     def note_batch(self, index: int, batch: Any) -> None:
-        """Record the digest of a batch before training on it."""
+        """Record the digest of a batch before training on it; the first one of a step has the index 0."""
         if self._job is not None:
+            if index == 0:
+                self._batches = {}  # of an earlier step, which may have had more
             self._batches[f"batch {index}"] = value_digest(batch)
 
     def at(self, phase: str, step: int) -> None:

@@ -69,6 +69,37 @@ class Plain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class NotSynchronized(Plain):
+    """What callbacks decide from differs between ranks."""
+
+    def validation_step(self, batch, index):
+        self.log("own_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class OfRank(C.Callback):
+    """Keeps what it has seen on its rank."""
+
+    def __init__(self):
+        self.num_batches, self.gradient, self.validated = 0, 0.0, torch.zeros(4)
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        self.num_batches += 1
+
+    def on_after_backward(self, trainer, module):
+        self.gradient += sum(float(each.grad.norm()) for each in module.parameters()) * (1 + trainer.global_rank)
+
+    def on_validation_epoch_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.validated[trainer.current_epoch % 4] += trainer.callback_metrics["own_loss"]
+
+    def state_dict(self):
+        return {"num_batches": self.num_batches, "gradient": self.gradient, "validated": self.validated}
+
+    def load_state_dict(self, state):
+        self.num_batches, self.gradient, self.validated = state["num_batches"], state["gradient"], state["validated"]
+
+
 class OneCycle(Plain):
     """Asks for the number of steps, which creates the loaders before the loops are entered."""
 
@@ -417,7 +448,7 @@ PROGRAMS = {
         CombinedLoader({"one": shuffled(), "other": shuffled(24)}, "max_size_cycle"),
         {},
     ),
-    "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.8}),
+    "warm_up": lambda: (WarmUp(), shuffled(), {"accumulate_grad_batches": 2, "limit_train_batches": 0.7}),
     "recurrent": lambda: (Recurrent(), shuffled(), {}),
     "leaves_out": lambda: (LeavesOut(), shuffled(), {}),
     "by_hand": lambda: (ByHand(), shuffled(), {}),
@@ -444,6 +475,18 @@ PROGRAMS = {
                 C.LearningRateMonitor("step"),
                 C.Timer("00:01:00:00"),
                 C.WeightAveraging(),
+            ]
+        },
+    ),
+    "not_synchronized": lambda: (
+        NotSynchronized(),
+        shuffled(),
+        {
+            "callbacks": [
+                C.EarlyStopping("own_loss", patience=2, strict=False),
+                C.EarlyStopping("train_loss_epoch", patience=3),
+                C.ModelCheckpoint(sys.argv[2], filename="own", monitor="own_loss", save_top_k=2),
+                OfRank(),
             ]
         },
     ),

@@ -48,7 +48,7 @@ def callbacks_are_overwritten():
     """After a fault outside of a step, all survivors load the callback state of one rank."""
     import hyperpod_plugins.lightning.fit_recovery as fit_recovery
 
-    fit_recovery.merge_own = lambda theirs, own: theirs
+    fit_recovery.merge_own = lambda theirs, own, keys: theirs
 
 
 def batch_hooks_draw_anything():

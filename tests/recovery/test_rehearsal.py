@@ -348,7 +348,10 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
 @pytest.mark.parametrize(
     ("program", "name", "phases"),
     [
-        pytest.param("program_gallery.py", "warm_up", "forward,batch_end", id="a rate written between micro-steps"),
+        pytest.param("program_gallery.py", "warm_up", "batch_end,forward", id="a rate written between micro-steps"),
+        pytest.param(
+            "program_gallery.py", "not_synchronized", "vote,commit,batch_end,validation,checkpoint", id="of one rank"
+        ),
         pytest.param(
             "program_gallery_session.py",
             "language_model",
