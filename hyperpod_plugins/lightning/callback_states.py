@@ -1,12 +1,13 @@
 """States of callbacks that decide by values of their own rank, such as the best score of `EarlyStopping`."""
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
@@ -21,6 +22,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, load_empty
 from hyperpod_plugins.lightning.trainer_state import is_small, replace_paths
+from hyperpod_plugins.recovery.kept_state import local_tensor
 from hyperpod_plugins.recovery.local_state import LocalStates, copied_leaf
 from hyperpod_plugins.recovery.packing import are_same
 
@@ -33,12 +35,18 @@ class CallbackStates:
     """Those states of callbacks that are small; a `RankLocalState`.
 
     A value that is logged without `sync_dist` differs between ranks, and so does what callbacks keep of it. Larger
-    states, such as averages of weights, come with the parameters. `Timer` is left out: its times differ in each
-    process, and no rank needs those of another.
+    states, and those with tensors in the shapes of this rank's parameters, such as averages of weights, come with the
+    parameters from a replica. `Timer` is left out: its times differ in each process, and no rank needs another's.
     """
 
     def __init__(
-        self, trainer: Trainer, hooks: SavingHooks, is_kept: Callable[[Callback], bool], names_parts: bool
+        self,
+        trainer: Trainer,
+        hooks: SavingHooks,
+        is_kept: Callable[[Callback], bool],
+        *,
+        names_parts: bool,
+        shapes: Iterable[torch.Size] = (),
     ) -> None:
         """Create the states.
 
@@ -47,11 +55,13 @@ class CallbackStates:
             hooks: with the copies of states at the beginning of each part.
             is_kept: whether the state of a callback is one of these.
             names_parts: whether the parts of a state are its entries, and not the state as a whole.
+            shapes: of each of this rank's parameters, or parts of parameters.
         """
         self._trainer = trainer
         self._hooks = hooks
         self._is_kept = is_kept
         self._names_parts = names_parts
+        self._shapes = Counter(each for each in shapes if each.numel() > 1)
         self._looked_at: list[Callback] = []
         self._found: dict[str, Callback] = {}
         self.paths: Mapping[str, str] = {}
@@ -76,7 +86,7 @@ class CallbackStates:
         for key, callback in self.callbacks.items():
             in_window = self._hooks.begun_computing(key) if self.describes_step else None
             state = self._hooks.read(callback) if in_window is None else in_window
-            if not isinstance(state, dict) or not is_small(state):
+            if not isinstance(state, dict) or not is_small(state) or self._has_shards(state):
                 continue
             found[key] = self._copied(state)
             begun = self._begun(key)
@@ -115,6 +125,11 @@ class CallbackStates:
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Nothing: Lightning loads the callbacks of a checkpoint of another job."""
         return {}
+
+    def _has_shards(self, state: dict[str, Any]) -> bool:
+        """Whether tensors of a state have the shapes of at least half of this rank's parameters, as averages do."""
+        found = Counter(leaf.shape for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+        return bool(self._shapes) and 2 * (found & self._shapes).total() >= self._shapes.total()
 
     def _begun(self, key: str) -> dict[str, Any] | None:
         return self._hooks.begun_with(key) if self.describes_step else None
@@ -171,7 +186,8 @@ class RankLocalCallbacks:
     def __init__(self, states: LocalStates, trainer: Trainer, hooks: SavingHooks, calls: CheckpointCalls) -> None:
         """Register the states; Lightning loads them itself where a fit is entered."""
         self._hooks = hooks
-        self._others = CallbackStates(trainer, hooks, _is_other, names_parts=True)
+        shapes = [local_tensor(each).shape for each in trainer.lightning_module.parameters()]
+        self._others = CallbackStates(trainer, hooks, _is_other, names_parts=True, shapes=shapes)
         self._saving = CallbackStates(trainer, hooks, _is_saving, names_parts=False)
         states.register("callbacks", self._others, is_entered_with=True)
         states.register("checkpoint callbacks", self._saving, is_repeated=True, is_entered_with=True)

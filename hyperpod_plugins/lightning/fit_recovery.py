@@ -58,6 +58,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     LOCAL,
     LOGGED,
     METRICS,
+    READ_BY_HOOKS,
     ROWS,
     accumulate_as_others,
     batches_done,
@@ -619,13 +620,14 @@ class FitRecovery(NullFitRecovery):
         else:
             self.load_local_state(left.local, checkpoint)
         self.means.expect(checkpoint.pop(LOGGED, {}))
+        read_by_hooks = checkpoint.pop(READ_BY_HOOKS, {})
+        is_behind = self.member.has_torn_state or self.member.committed == NO_STATE  # its buddy gives it the rest
         rows = checkpoint.pop(ROWS, [])
         if self.member.committed == NO_STATE and not self.member.has_torn_state:
             self._rows.expect(rows)
         if left.own:
-            is_behind = self.member.has_torn_state or self.member.committed == NO_STATE  # its buddy gives it the rest
             checkpoint = merge_own(checkpoint, read_trainer(left.own), () if is_behind else self._callbacks.keys)
-        self.window.keep_start()
+        self.window.keep_start(read_by_hooks if is_behind else {})
         self.window.entered_with, self._entered_with = description, checkpoint
         self.window.entered_within_step = resume_point.in_step or is_ours
         self.transaction.entered_at, self.transaction.entered_part = resume_point.step, part_order(checkpoint)

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.compat import (
     Callback,
+    LightningDataModule,
     LightningModule,
     Trainer,
     callbacks_of,
@@ -275,11 +276,14 @@ def _fill(metric: Any, values: dict[str, Any]) -> None:
         vars(metric)[name] = value.to(present.device) if is_tensor else value
 
 
+_HYPERPARAMETERS = "_hparams", "_hparams_name", "_hparams_initial"
+"""Attributes that modules and data modules have from the first look at `hparams` on."""
+_DATA_MODULE = LightningDataModule.__mro__
 _METRICS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}"
 
 
 def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
-    """The Python attributes of the program's modules and callbacks, by the name of their state.
+    """The Python attributes of the program's modules, data module and callbacks, by the name of their state.
 
     Callbacks of Lightning, and callbacks with a `state_dict`, keep their state in other ways. The Trainer keeps them,
     from its first fit on: what changes is compared with that.
@@ -290,9 +294,13 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
         for index, each in enumerate(callbacks)
         if not (is_of_lightning(type(each)) or is_overridden("state_dict", each, parent=Callback))
     ]
+    of_module, data = modules_of_program(trainer.lightning_module), getattr(trainer, "datamodule", None)
+    if data is not None and all(base in _DATA_MODULE or is_of_program(base) for base in type(data).__mro__):
+        of_module.append(("the data module", data))
+    of_library = {*vars(LightningModule()), *vars(LightningDataModule()), *_HYPERPARAMETERS}
     known: dict[str, PlainAttributes] = vars(trainer).setdefault("_hyperpod_attributes", {})
     for name, owners, ignored in (
-        (ATTRIBUTES, modules_of_program(trainer.lightning_module), vars(LightningModule()).keys()),
+        (ATTRIBUTES, of_module, of_library),
         (f"{ATTRIBUTES} of callbacks", of_callbacks, ("log", "log_dict")),  # methods that Lightning adds
     ):
         former = known.get(name)

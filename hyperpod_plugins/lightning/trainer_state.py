@@ -53,9 +53,14 @@ ROWS = "hyperpod:rows"
 """Key of the rows that were logged in a part of the fit that is to be run again."""
 LOCAL = "hyperpod:local"
 """Key of one rank's buffers, metrics and logged means, in a description for that rank only."""
+READ_BY_HOOKS = "hyperpod:read_by_hooks"
+"""Key of the attributes and buffers from before the hooks that precede a step, for a replacement that runs them."""
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
-_OF_DESCRIPTIONS = (_MICRO_STEPS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT, GROUPS, METRICS, LOGGED, ROWS)
+_OF_DESCRIPTIONS = (
+    *(_MICRO_STEPS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT),
+    *(GROUPS, METRICS, LOGGED, ROWS, READ_BY_HOOKS),
+)
 _MAX_SMALL_ENTRIES, _MAX_SMALL_BYTES = 1024, 2**16
 _NOW, _FIRST = "now", "before the first hook of the part"
 _SCORE = "current_score"
@@ -233,6 +238,7 @@ def describe_trainer(
     as_begun: dict[str, Any] | None = None,
     rows: list[list[Any]] | None = None,
     paths: Mapping[str, str] | None = None,
+    read_by_hooks: dict[str, Any] | None = None,
 ) -> bytes:
     """Describe the trainer at the beginning of the present accumulation window, `packed`.
 
@@ -247,6 +253,7 @@ def describe_trainer(
         as_begun: result of `describe_part_start`; None outside such parts.
         rows: see `LoggedRows.state`.
         paths: see `CheckpointCalls.shared`.
+        read_by_hooks: see [Note: what hooks read]; None for a description that is not for replacements.
     """
     checkpoint = hooks.dump(trainer)
     checkpoint["state_dict"], checkpoint["optimizer_states"] = {}, []
@@ -268,6 +275,7 @@ def describe_trainer(
     checkpoint |= untracked(trainer) | as_begun
     _use_shared_paths(trainer, checkpoint, paths or {})
     checkpoint[ROWS] = rows or []
+    checkpoint[READ_BY_HOOKS] = read_by_hooks or {}
     checkpoint[_SHOULD_STOP] = hooks.should_stop(trainer)
     checkpoint[_MICRO_STEPS] = trainer.accumulate_grad_batches
     return pack(checkpoint)

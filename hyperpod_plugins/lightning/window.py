@@ -50,6 +50,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.kept_state import (
     FreshGradients,
     HasState,
@@ -157,7 +158,7 @@ class AccumulationWindow:
         self._attributes = [*attributes_of(trainer).values()]
         self._has_hooks, self._is_replay = _has_hooks_around_steps(trainer), False
         self._has_started = former is not None and former._has_started
-        self._entered: ModuleStart | None = None
+        self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
         self._before_hooks: ModuleStart | None = None
         """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
         self._starts: dict[int, ModuleStart] = {}
@@ -245,18 +246,31 @@ class AccumulationWindow:
         if before is not None:
             before.put_back()
 
-    def keep_start(self) -> None:
-        """Keep the state with which the loops are re-entered: `on_train_start` is called again, and may reset it."""
-        self._entered = self._module_start() if self._has_started else None
+    def keep_start(self, read_by_hooks: dict[str, Any]) -> None:
+        """Keep the state with which the loops are re-entered: `on_train_start` is called again, and may reset it.
+
+        [Note: what hooks read] A replacement runs the hooks that precede its first step before it gets the state of its
+        predecessor, and what they do with the batch may depend on attributes and buffers. So it begins with those of
+        another rank, as they were before these hooks.
+
+        Args:
+            read_by_hooks: of that rank; empty for a rank that has its own, or if the program has no such hooks.
+        """
+        self._entered = self._module_start() if self._has_started else None, read_by_hooks
 
     def put_back_start(self) -> None:
         """Undo what `on_train_start` has written in another call, or note what it has written in the first."""
-        if self._entered is not None:
-            self._entered.put_back()
+        entered, read_by_hooks = self._entered
+        if entered is not None:
+            entered.put_back()
         if not self._has_started:
             for each in self._attributes:
                 each.mark_own()
-        self._entered, self._has_started = None, True
+        if read_by_hooks:
+            for each, values in zip(self._attributes, read_by_hooks["attributes"], strict=True):
+                each.take_from_replica(values)
+            BufferStates(self._state.model).load_state_dict(read_by_hooks["buffers"])
+        self._entered, self._has_started = (None, {}), True
 
     def end_part(self) -> None:
         """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
@@ -444,11 +458,14 @@ class AccumulationWindow:
 
     def capture_state(self) -> bytes:
         """Description of the Trainer at the beginning of this step, or where the loops were entered."""
+        return self._captured(is_for_joiner=True)
+
+    def _captured(self, *, is_for_joiner: bool = False) -> bytes:
         if self.entered_with:
             return self.entered_with
         num_open = max(1, self._num_open)
         with self._at_step_begin():
-            return self._described(num_open, self._loaders_before)
+            return self._described(num_open, self._loaders_before, is_for_joiner=is_for_joiner)
 
     def capture_state_outside_step(self, part: PartStart | None) -> bytes:
         """Description of the Trainer between two steps.
@@ -460,7 +477,7 @@ class AccumulationWindow:
         """
         num_open = self._num_open
         with self._at_step_begin():
-            return self._described(num_open, self._loaders_before if num_open else [], part)
+            return self._described(num_open, self._loaders_before if num_open else [], part, is_for_joiner=True)
 
     @property
     def _num_open(self) -> int:
@@ -483,7 +500,7 @@ class AccumulationWindow:
 
     def captured_values(self) -> dict[str, Any]:
         """Loops, schedulers, hyperparameters, callbacks, logged values and what hooks save."""
-        return named_by_kind(read_trainer(self.capture_state()))
+        return named_by_kind(read_trainer(self._captured()))
 
     def present_values(self) -> dict[str, Any]:
         """Callbacks, and loops, schedulers, hyperparameters, and what hooks save.
@@ -493,7 +510,7 @@ class AccumulationWindow:
         callbacks = self._hooks.present_states(self._trainer)
         found: dict[str, Any] = {f"callback {name}": state for name, state in callbacks.items()}
         if self._trainer.accumulate_grad_batches == 1:
-            described = read_trainer(self.capture_state())
+            described = read_trainer(self._captured())
             found["trainer zero_grad"] = self._zero_grad_counts.state_dict()
             found |= {name: value for name, value in named_by_kind(described).items() if not _is_of_part(name)}
         return found
@@ -504,7 +521,7 @@ class AccumulationWindow:
 
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
-        return with_local(self.capture_state(), self._local.state())
+        return with_local(self._captured(), self._local.state())
 
     @contextmanager
     def _at_step_begin(self) -> Generator[None]:
@@ -523,7 +540,15 @@ class AccumulationWindow:
         """How often Lightning has zeroed gradients: it does so in each attempt at a step, but it must count once."""
         return self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.zero_grad
 
-    def _described(self, micro_steps_open: int, loader_states: list[Any], part: PartStart | None = None) -> bytes:
+    def _described(
+        self,
+        micro_steps_open: int,
+        loader_states: list[Any],
+        part: PartStart | None = None,
+        *,
+        is_for_joiner: bool = False,
+    ) -> bytes:
+        begun = self._before_hooks if part is None else part.module
         return describe_trainer(
             self._trainer,
             micro_steps_open=micro_steps_open,
@@ -534,7 +559,20 @@ class AccumulationWindow:
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),
             paths=self._calls.shared,
+            read_by_hooks=self._read_by_hooks(begun) if is_for_joiner and self._has_hooks else None,
         )
+
+    def _read_by_hooks(self, begun: ModuleStart | None) -> dict[str, Any]:
+        """Attributes and buffers from before the hooks that precede the step; see [Note: what hooks read]."""
+        now = self._module_start()
+        if begun is not None:
+            begun.put_back()
+        try:
+            attributes = [each.for_joiner() for each in self._attributes]
+            return {"attributes": attributes, "buffers": BufferStates(self._state.model).all_small()}
+        finally:
+            if begun is not None:
+                now.put_back()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
@@ -582,7 +620,7 @@ class AccumulationWindow:
 
     def _checkpoint_of_rank(self) -> dict[str, Any]:
         """Checkpoint data of the step's beginning; its description may be another rank's, but not the local state."""
-        described, own = read_trainer(self.capture_state()), self._hooks.dump(self._trainer)
+        described, own = read_trainer(self._captured()), self._hooks.dump(self._trainer)
         return as_checkpoint(with_rank_local(described, own, self._callbacks.keys)) | arguments(self._trainer)
 
     def save(self, path: str, *, is_alone: bool, snapshots: Mapping[int, Snapshot] | None = None) -> str:
@@ -611,13 +649,13 @@ class AccumulationWindow:
 def _has_hooks_around_steps(trainer: Trainer) -> bool:
     """Whether the program has hooks that run before or after each micro-step, or before the first one of an epoch."""
     names = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end")
-    of_batch = ("before_batch", "after_batch")
-    module = trainer.lightning_module
+    transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     callbacks = callbacks_of(trainer)
-    return any(
-        is_overridden(name, module)
-        for name in (*names, *(f"on_{each}_transfer" for each in of_batch), "transfer_batch_to_device")
-    ) or any(
+    owners = [(module, name) for name in (*names, *transfers)]
+    if data is not None:
+        owners += [(data, name) for name in transfers]
+    return any(is_overridden(name, owner) for owner, name in owners) or any(
         is_of_program(type(each)) and is_overridden(name, each, parent=Callback) for each in callbacks for name in names
     )
 

@@ -60,6 +60,16 @@ class BufferStates:
         own = {name: each for name, each in self._present().items() if self._is_own(name, each)}
         return packed_tensors(own, self._forms)
 
+    def all_small(self, limit_bytes: int = 2**20) -> dict[str, Any]:
+        """A `state_dict` of all buffers, but for the largest ones where all together exceed `limit_bytes`."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in sorted(self._present().items(), key=lambda item: item[1].nbytes):
+            limit_bytes -= tensor.nbytes
+            if limit_bytes < 0:
+                break
+            found[name] = tensor
+        return packed_tensors(found, self._forms)
+
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Copy the values into the buffers, in place; buffers not in `state_dict` count as equal on all ranks."""
         with torch.no_grad():

@@ -221,6 +221,29 @@ class Adversarial(Plain):
         return [maker, judge], list(schedules)
 
 
+class Curriculum(Plain):
+    """What hooks do with a batch follows attributes and buffers, which steps and other hooks write."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.num_batches = 1.0, 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def on_train_epoch_start(self):
+        self.scale = 1.0 + 0.1 * self.current_epoch
+
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        if self.trainer.training:
+            self.num_batches += 1
+            x = x * self.scale - self.mean + 0.01 * self.num_batches
+        return x, y
+
+    def training_step(self, batch, index):
+        self.mean.mul_(0.9).add_(0.1)
+        return super().training_step(batch, index)
+
+
 class TwoLoaders(Plain):
     def training_step(self, batch, index):
         loss = self.loss(batch["one"]) + 0.5 * self.loss(batch["other"])
@@ -381,6 +404,12 @@ class Reloaded(Plain):
 
 
 class Data(L.LightningDataModule):
+    """Changes batches by what it has counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_batches = 0
+
     def setup(self, stage):
         self.train, self.held_out = random_split(Augmented(100), [80, 20])
 
@@ -389,6 +418,13 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self):
         return DataLoader(self.held_out, BATCH)
+
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        if self.trainer.training:
+            self.num_batches += 1
+            x = x + 0.01 * self.num_batches
+        return x, y
 
 
 class Unfreezing(C.BaseFinetuning):
@@ -442,6 +478,7 @@ PROGRAMS = {
         shuffled(num_workers=1, persistent_workers=True),
         {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ),
+    "curriculum": lambda: (Curriculum(), shuffled(), {}),
     "adversarial": lambda: (Adversarial(), shuffled(), {}),
     "two_loaders": lambda: (
         TwoLoaders(),
