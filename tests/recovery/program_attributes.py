@@ -69,6 +69,9 @@ class Module(pl.LightningModule):
     def on_train_epoch_start(self):
         self.calls["epoch"] += 1
 
+    def on_before_batch_transfer(self, batch, index):
+        return batch * (1 + self.calls["end"] / 100 + self.ends.item() / 99)
+
     def on_train_batch_start(self, batch, index):
         self.calls["start"] += 1
 
@@ -94,6 +97,24 @@ class Module(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+
+class Data(pl.LightningDataModule):
+    """Changes batches by how many it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_batches, self.samples, self.held_out = 0, torch.randn(96, 8), torch.randn(32, 8)
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(self.held_out, batch_size=4)
+
+    def on_after_batch_transfer(self, batch, index):
+        self.num_batches += self.trainer.training
+        return batch + self.num_batches / 100
 
 
 class Plain(pl.Callback):
@@ -139,14 +160,14 @@ def fit(folder, faults):
             CheckpointlessRecovery(),
         ],
     )
-    module = Module(scripted)
-    train, val = (DataLoader(torch.randn(size, 8), batch_size=4) for size in (96, 32))
-    trainer.fit(module, train, val)
+    module, data = Module(scripted), Data()
+    trainer.fit(module, datamodule=data)
     return {
         "calls": module.calls,
         "seen": [module.seen, module.my_rank, float(module.ends)],
         "net": module.net.values(),
         "means": module.means,
+        "batches": data.num_batches,
         "callback": [plain.calls, float(plain.total)],
         "step": trainer.global_step,
         "parameters": checksum(module),
