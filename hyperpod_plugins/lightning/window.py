@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,17 +225,24 @@ class AccumulationWindow:
             self._hooks.begin_part(self._trainer, BATCH)
             self._begins_at = self._batches.processed
             if self._has_hooks and (self._before_hooks is None or self._hooks.part == BATCH):
-                self._before_hooks = self._module_start()
+                self._begin_hooks()
 
     def begin_part(self, part: str) -> None:
         """Begin a part of the fit outside steps: keep the state to restore if the part has to be run again."""
         self._hooks.begin_part(self._trainer, part)
         self.part = None
-        self._before_hooks = self._module_start() if part == EPOCH_BEGIN and self._has_hooks else None
+        self._before_hooks = None
+        if part == EPOCH_BEGIN and self._has_hooks:
+            self._begin_hooks()
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
             self._local.begin_part(steps_done(self._trainer))
             begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
             self.part = PartStart(begun, copy.deepcopy(self._local.state()), self._module_start())
+
+    def _begin_hooks(self) -> None:
+        """Note what hooks that precede a step may write: they run again if the loops are entered there."""
+        self._before_hooks = self._module_start()
+        self._groups.note_before_hooks()
 
     def _module_start(self) -> ModuleStart:
         return ModuleStart(self._state.model, self._attributes)
@@ -521,7 +528,8 @@ class AccumulationWindow:
 
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
-        return with_local(self._captured(), self._local.state())
+        with self._before_first_hooks():  # hyperparameters are loaded after these hooks, see `restore`
+            return with_local(self._captured(), self._local.state())
 
     @contextmanager
     def _at_step_begin(self) -> Generator[None]:
@@ -561,6 +569,20 @@ class AccumulationWindow:
             paths=self._calls.shared,
             read_by_hooks=self._read_by_hooks(begun) if is_for_joiner and self._has_hooks else None,
         )
+
+    @contextmanager
+    def _before_first_hooks(self, *, and_groups: bool = False) -> Generator[None]:
+        """Context in which attributes and buffers are as before the hooks that precede the step: they run again."""
+        if self._before_hooks is None:
+            yield
+            return
+        now = self._module_start()
+        self._before_hooks.put_back()
+        try:
+            with self._groups.as_before_hooks() if and_groups else nullcontext():
+                yield
+        finally:
+            now.put_back()
 
     def _read_by_hooks(self, begun: ModuleStart | None) -> dict[str, Any]:
         """Attributes and buffers from before the hooks that precede the step; see [Note: what hooks read]."""
@@ -610,6 +632,10 @@ class AccumulationWindow:
 
     def _save_committed(self, path: str, weights_only: bool) -> str:
         """Write a checkpoint of the committed step as the program would have, and return its path."""
+        with self._before_first_hooks(and_groups=True):
+            return self._write_committed(path, weights_only)
+
+    def _write_committed(self, path: str, weights_only: bool) -> str:
         checkpoint = without_requests(self._checkpoint_of_rank())
         states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
         checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
@@ -629,7 +655,8 @@ class AccumulationWindow:
         See `TrainingLoop.save` for the arguments.
         """
         if snapshots is None:
-            return self._save(self._checkpoint_of_rank(), path, is_alone, None)
+            with self._before_first_hooks(and_groups=True):
+                return self._save(self._checkpoint_of_rank(), path, is_alone, None)
         parts = self._state.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
         return self._save(next(iter(described.values())), path, is_alone, (parts, described))
@@ -698,10 +725,15 @@ class _MicroStepGroups:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._at: dict[int, list[list[dict[str, Any]]]] = {}
+        self._before_hooks: list[list[dict[str, Any]]] = []
 
     def forget(self) -> None:
         """Forget them, when a step begins or ends."""
         self._at = {}
+
+    def note_before_hooks(self) -> None:
+        """Note those from before the hooks that precede the step."""
+        self._before_hooks = self._present()
 
     def end_micro_step(self) -> None:
         """Note those of the step's beginning when its first micro-step has ended: no hook has been called since."""
@@ -722,6 +754,16 @@ class _MicroStepGroups:
         """Context in which they are those of the step's beginning."""
         present = self._present() if self._at else []
         self.begin_again(0)
+        try:
+            yield
+        finally:
+            load_hyperparameters(present, self._optimizers)
+
+    @contextmanager
+    def as_before_hooks(self) -> Generator[None]:
+        """Context in which they are those from before the hooks that precede the step."""
+        present = self._present()
+        load_hyperparameters(self._before_hooks, self._optimizers)
         try:
             yield
         finally:

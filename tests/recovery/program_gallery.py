@@ -30,7 +30,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 sys.path.append(str(Path(__file__).parents[1]))
 from device import ACCELERATOR
 
-from hyperpod_plugins.lightning import HyperPodStrategy
+from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 
 torch.set_num_threads(1)
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -479,6 +479,11 @@ PROGRAMS = {
         {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ),
     "curriculum": lambda: (Curriculum(), shuffled(), {}),
+    "sharded_curriculum": lambda: (
+        Curriculum(),
+        shuffled(),
+        {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
+    ),
     "adversarial": lambda: (Adversarial(), shuffled(), {}),
     "two_loaders": lambda: (
         TwoLoaders(),
@@ -543,11 +548,12 @@ if __name__ == "__main__":
     name, folder = sys.argv[1:]
     L.seed_everything(5, workers=True)
     module, data, options = PROGRAMS[name]()
+    degree = options.pop("hybrid_shard_degree", 1)
     saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3)
     trainer = L.Trainer(
         accelerator=ACCELERATOR,
         devices=NUM_RANKS,
-        strategy=HyperPodStrategy(hybrid_shard_degree=1),
+        strategy=HyperPodStrategy(hybrid_shard_degree=degree),
         max_epochs=6,
         default_root_dir=folder,
         log_every_n_steps=1,

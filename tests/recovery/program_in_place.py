@@ -69,6 +69,10 @@ class Module(pl.LightningModule):
         self.save_hyperparameters()
         self.net = nn.Sequential(Mixer(), nn.Dropout(0.2), Mixer(), nn.LayerNorm(16))
 
+    def on_train_batch_start(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["weight_decay"] *= 0.9
+
     def training_step(self, batch, batch_idx):
         loss = (self.net(batch) - batch).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -79,7 +83,7 @@ class Module(pl.LightningModule):
         self.log("val", (self.net(batch) - batch).square().mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -349,8 +349,12 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
     ("program", "name", "phases"),
     [
         pytest.param("program_gallery.py", "warm_up", "batch_end,forward", id="a rate written between micro-steps"),
+        pytest.param("program_gallery.py", "sharded_curriculum", "dataloader,commit", id="hooks before a snapshot"),
         pytest.param(
-            "program_gallery.py", "not_synchronized", "vote,commit,batch_end,validation,checkpoint", id="of one rank"
+            "program_gallery.py",
+            "not_synchronized",
+            "vote,commit,batch_end,validation,checkpoint",
+            id="callbacks that decide by a value of their rank",
         ),
         pytest.param(
             "program_gallery_session.py",
