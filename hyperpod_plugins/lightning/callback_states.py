@@ -90,8 +90,8 @@ class CallbackStates:
                 continue
             found[key] = self._copied(state)
             begun = self._begun(key)
-            if begun is not None and not are_same(self._copied(begun), found[key]):
-                found[f"{key}{_BEGUN}"] = self._copied(begun)
+            if begun is not None and not are_same(before := self._copied(begun), found[key]):
+                found[f"{key}{_BEGUN}"] = before
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:

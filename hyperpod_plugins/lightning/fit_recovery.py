@@ -630,10 +630,9 @@ class FitRecovery(NullFitRecovery):
             has_run_less = part_order(own) < part_order(checkpoint)  # its callbacks lack what the hooks of parts did
             keys = () if is_behind or has_run_less else self._callbacks.keys
             checkpoint = merge_own(checkpoint, own, keys)
-        begins_with_own = not (self.member.is_joining or self.member.has_torn_state)
-        if resume_point.step == self.local.begins_at or not is_behind or begins_with_own:
-            read_by_hooks = {}
-        self.window.keep_start(read_by_hooks)
+        is_replaced = self.member.has_torn_state or (is_behind and self.member.is_joining)
+        has_own = not is_replaced or resume_point.step == self.local.begins_at
+        self.window.keep_start({} if has_own else read_by_hooks)
         self.window.entered_with, self._entered_with = description, checkpoint
         self.window.entered_within_step = resume_point.in_step or is_ours
         self.transaction.entered_at, self.transaction.entered_part = resume_point.step, part_order(checkpoint)

@@ -62,7 +62,7 @@ _OF_DESCRIPTIONS = (
     *(GROUPS, METRICS, LOGGED, ROWS, READ_BY_HOOKS),
 )
 _MAX_SMALL_ENTRIES, _MAX_SMALL_BYTES = 1024, 2**16
-_NOW, _FIRST = "now", "before the first hook of the part"
+_NOW, _BEGUN = "now", "before the first hook of the part"
 _SCORE = "current_score"
 _LAST_SAVED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", _SCORE)
 _OF_LIGHTNING = [
@@ -183,7 +183,7 @@ def rank_local_of(trainer: Trainer, hooks: SavingHooks) -> bytes:
     known = (*_OF_LIGHTNING, *arguments(trainer))
     of_callbacks = saved.get("callbacks", {})
     callbacks = {
-        each.state_key: {_NOW: _as_computed_with(each, hooks), _FIRST: of_callbacks[each.state_key]}
+        each.state_key: {_NOW: _as_computed_with(each, hooks), _BEGUN: of_callbacks[each.state_key]}
         for each in callbacks_of(trainer)
         if is_rank_local(of_callbacks.get(each.state_key))
     }
@@ -218,7 +218,7 @@ def take_rank_local(trainer: Trainer, hooks: SavingHooks, data: bytes, entered_w
     hooks.refresh_untouched(states)
     for key, state in states.items():
         if hooks.begun_with(key) is not None:
-            hooks.replace_begun(key, state[_FIRST])
+            hooks.replace_begun(key, state[_BEGUN])
 
 
 def _as_computed_with(callback: Callback, hooks: SavingHooks) -> dict[str, Any] | None:

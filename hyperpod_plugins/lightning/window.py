@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
@@ -274,10 +275,17 @@ class AccumulationWindow:
             for each in self._attributes:
                 each.mark_own()
         if read_by_hooks:
-            for each, values in zip(self._attributes, read_by_hooks["attributes"], strict=True):
-                each.take_from_replica(values)
-            BufferStates(self._state.model).load_state_dict(read_by_hooks["buffers"])
+            self._take_read_by_hooks(read_by_hooks)
         self._entered, self._has_started = (None, {}), True
+
+    def _take_read_by_hooks(self, given: dict[str, Any]) -> None:
+        match given:
+            case {"attributes": [*attributes], "buffers": dict(buffers)} if len(attributes) == len(self._attributes):
+                for each, values in zip(self._attributes, attributes, strict=True):
+                    each.take_from_replica(values)
+                BufferStates(self._state.model).load_state_dict(buffers)
+            case _:
+                raise CheckpointMismatch("what hooks have read on another rank is not what they read here")
 
     def end_part(self) -> None:
         """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
@@ -528,7 +536,7 @@ class AccumulationWindow:
 
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
-        with self._before_first_hooks():  # hyperparameters are loaded after these hooks, see `restore`
+        with self._as_before_hooks(self._before_hooks):  # hyperparameters are loaded after these hooks, see `restore`
             return with_local(self._captured(), self._local.state())
 
     @contextmanager
@@ -571,13 +579,18 @@ class AccumulationWindow:
         )
 
     @contextmanager
-    def _before_first_hooks(self, *, and_groups: bool = False) -> Generator[None]:
-        """Context in which attributes and buffers are as before the hooks that precede the step: they run again."""
-        if self._before_hooks is None:
+    def _as_before_hooks(self, begun: ModuleStart | None, *, and_groups: bool = False) -> Generator[None]:
+        """Context in which attributes and buffers are as before the hooks that precede the step: they run again.
+
+        Args:
+            begun: the state from before these hooks; None if they have not begun.
+            and_groups: whether hyperparameters are, too.
+        """
+        if begun is None:
             yield
             return
         now = self._module_start()
-        self._before_hooks.put_back()
+        begun.put_back()
         try:
             with self._groups.as_before_hooks() if and_groups else nullcontext():
                 yield
@@ -586,21 +599,15 @@ class AccumulationWindow:
 
     def _read_by_hooks(self, begun: ModuleStart | None) -> dict[str, Any]:
         """Attributes and buffers from before the hooks that precede the step; see [Note: what hooks read]."""
-        now = self._module_start()
-        if begun is not None:
-            begun.put_back()
-        try:
+        with self._as_before_hooks(begun):
             attributes = [each.for_joiner() for each in self._attributes]
             return {"attributes": attributes, "buffers": BufferStates(self._state.model).all_small()}
-        finally:
-            if begun is not None:
-                now.put_back()
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
         """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
         self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
-        hooks_state = self._local.send_to_joiners(plan.senders, self._rank_local_of_hooks)
+        hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
         if hooks_state:
             take_rank_local(self._trainer, self._hooks, hooks_state, self.entered_with)
         entered = read_trainer(self.entered_with) if self.entered_with else None
@@ -613,9 +620,6 @@ class AccumulationWindow:
         self._means.forget_computed()
         if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
-
-    def _rank_local_of_hooks(self) -> bytes:
-        return rank_local_of(self._trainer, self._hooks)
 
     can_undo_exceptions = CAN_RESET
 
@@ -632,17 +636,16 @@ class AccumulationWindow:
 
     def _save_committed(self, path: str, weights_only: bool) -> str:
         """Write a checkpoint of the committed step as the program would have, and return its path."""
-        with self._before_first_hooks(and_groups=True):
-            return self._write_committed(path, weights_only)
-
-    def _write_committed(self, path: str, weights_only: bool) -> str:
-        checkpoint = without_requests(self._checkpoint_of_rank())
-        states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
-        checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
-        self._hooks.add_left_out(self._trainer, checkpoint)
-        if weights_only:
-            checkpoint = {name: each for name, each in checkpoint.items() if name not in ("callbacks", "lr_schedulers")}
-        return self._save(checkpoint, path, False, None)
+        with self._as_before_hooks(self._before_hooks, and_groups=True):
+            checkpoint = without_requests(self._checkpoint_of_rank())
+            states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
+            checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
+            self._hooks.add_left_out(self._trainer, checkpoint)
+            if weights_only:
+                checkpoint = {
+                    name: each for name, each in checkpoint.items() if name not in ("callbacks", "lr_schedulers")
+                }
+            return self._save(checkpoint, path, False, None)
 
     def _checkpoint_of_rank(self) -> dict[str, Any]:
         """Checkpoint data of the step's beginning; its description may be another rank's, but not the local state."""
@@ -655,7 +658,7 @@ class AccumulationWindow:
         See `TrainingLoop.save` for the arguments.
         """
         if snapshots is None:
-            with self._before_first_hooks(and_groups=True):
+            with self._as_before_hooks(self._before_hooks, and_groups=True):
                 return self._save(self._checkpoint_of_rank(), path, is_alone, None)
         parts = self._state.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
