@@ -505,6 +505,8 @@ class FitRecovery(NullFitRecovery):
         check_limit(trainer, worlds, follows_world=follows_world)
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
+        if self.member.world.size > 1:
+            self.window.batch_hooks.watch(refuses=True)
         self._is_checked = True
 
     # -- leaving and re-entering the loops ----------------------------------------------------------------------
@@ -680,7 +682,7 @@ class FitRecovery(NullFitRecovery):
     @property
     @override
     def local_state(self) -> dict[str, Any]:
-        return {} if self._has_moved else self.local.state()
+        return {} if self._has_moved else {**self.local.state(), LOGGED: self.means.forms()}
 
     @override
     def load_local_state(
@@ -689,6 +691,8 @@ class FitRecovery(NullFitRecovery):
         if local:
             self._restarted_with = {} if is_of_another_job else local
             begins_epoch = not is_within_epoch(checkpoint)
+            if not (begins_epoch or is_of_another_job):
+                self.means.expect(local.get(LOGGED, {}))
             self.local.load(local, begins_epoch=begins_epoch, is_of_another_job=is_of_another_job)
 
     @override

@@ -26,7 +26,7 @@ from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import BufferStates, TensorSpecCache, packed_tensors, unpacked_tensors
-from hyperpod_plugins.recovery.local_state import BUFFERS, EPOCH_SUFFIX, LocalStates
+from hyperpod_plugins.recovery.local_state import BUFFERS, EPOCH_SUFFIX, LocalStates, RankLocalState
 from hyperpod_plugins.recovery.undo import copied_value
 
 
@@ -205,6 +205,27 @@ class LoggedMeans:
 
         override(results, "update_metrics", update)
 
+    def take_awaited(self) -> None:
+        """Give what this process has logged before its step the saved sums, once it has them: they contain it."""
+        for key, result in self._results.items():
+            if key in self._awaited and not result.has_reset and not self._has_begun(key):
+                self._begun.append(result)
+                _fill(result, self._awaited[key])
+
+    @property
+    def results(self) -> Any:
+        """Lightning's collection of results."""
+        return self._results
+
+    @property
+    def begun(self) -> list[Any]:
+        """Copy of the list of results that have begun with their saved sums."""
+        return [*self._begun]
+
+    @begun.setter
+    def begun(self, begun: list[Any]) -> None:
+        self._begun = [*begun]
+
     def begin(self) -> None:
         """Remember, at the beginning of a step, which sums have begun."""
         self._begun_before = [*self._begun]
@@ -221,6 +242,33 @@ class LoggedMeans:
     def _has_begun(self, key: str) -> bool:
         result = self._results.get(key)
         return any(result is each for each in self._begun)
+
+
+class LoggedStart:
+    """What hooks may log or count at one moment: results of the epoch, metrics, and objects of the program."""
+
+    def __init__(self, means: LoggedMeans, metrics: MetricStates, others: Mapping[str, RankLocalState]) -> None:
+        """Copy them; results of former epochs, all of which have been reset, are left out."""
+        self._means, self._metrics, self._others = means, metrics, others
+        results: dict[str, Any] = means.results
+        if all(each.has_reset or not each._update_count for each in results.values()):
+            results = {}
+        self._results = [(key, result, dict(vars(result))) for key, result in results.items()]
+        self._begun = means.begun
+        self._counted = metrics.state_dict()
+        self._states = {name: each.state_dict() for name, each in others.items()}
+
+    def put_back(self) -> None:
+        """Restore them."""
+        results = self._means.results
+        results.clear()
+        for key, result, values in self._results:
+            vars(result).update(values)
+            results[key] = result
+        self._means.begun = self._begun
+        self._metrics.load_state_dict(self._counted)
+        for name, state in self._states.items():
+            self._others[name].load_state_dict(state)
 
 
 def _sums_in(packed: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

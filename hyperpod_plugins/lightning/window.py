@@ -15,18 +15,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.lightning.batch_hooks import BatchHooks
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import (
-    Callback,
     Trainer,
-    callbacks_of,
-    is_overridden,
     original,
     override,
     restore,
 )
-from hyperpod_plugins.lightning.local_state import LoggedMeans, MetricStates, attributes_of
+from hyperpod_plugins.lightning.local_state import LoggedMeans, LoggedStart, MetricStates, attributes_of
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -50,7 +48,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
-from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.kept_state import (
     FreshGradients,
@@ -97,6 +95,21 @@ class ModuleStart:
                 memory.copy_(saved)
         for each, kept in self._attributes:
             each.put_back(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class HooksStart:
+    """What hooks that precede a step may write, at one moment."""
+
+    module: ModuleStart
+    logged: LoggedStart | None
+    """None if there are only hooks that follow a step."""
+
+    def put_back(self) -> None:
+        """Restore it."""
+        self.module.put_back()
+        if self.logged is not None:
+            self.logged.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +170,10 @@ class AccumulationWindow:
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
         kept = OptimizerCopy(state.optimizers, others) if writes else None
         self._attributes = [*attributes_of(trainer).values()]
-        self._has_hooks, self._is_replay = _has_hooks_around_steps(trainer), False
+        self.batch_hooks, self._is_replay = BatchHooks(trainer, state.model, self._attributes), False
         self._has_started = former is not None and former._has_started
         self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
-        self._before_hooks: ModuleStart | None = None
+        self._before_hooks: HooksStart | None = None
         """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
         self._starts: dict[int, ModuleStart] = {}
         self._groups = _MicroStepGroups(state.optimizers)
@@ -225,7 +238,7 @@ class AccumulationWindow:
         if self.is_empty:
             self._hooks.begin_part(self._trainer, BATCH)
             self._begins_at = self._batches.processed
-            if self._has_hooks and (self._before_hooks is None or self._hooks.part == BATCH):
+            if self.batch_hooks.are_any and (self._before_hooks is None or self._hooks.part == BATCH):
                 self._begin_hooks()
 
     def begin_part(self, part: str) -> None:
@@ -233,7 +246,7 @@ class AccumulationWindow:
         self._hooks.begin_part(self._trainer, part)
         self.part = None
         self._before_hooks = None
-        if part == EPOCH_BEGIN and self._has_hooks:
+        if part == EPOCH_BEGIN and self.batch_hooks.are_any:
             self._begin_hooks()
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
             self._local.begin_part(steps_done(self._trainer))
@@ -242,8 +255,13 @@ class AccumulationWindow:
 
     def _begin_hooks(self) -> None:
         """Note what hooks that precede a step may write: they run again if the loops are entered there."""
-        self._before_hooks = self._module_start()
+        self._before_hooks = self._hooks_start()
         self._groups.note_before_hooks()
+
+    def _hooks_start(self) -> HooksStart:
+        others = self._local.of_program
+        logged = LoggedStart(self._means, self._metrics, others) if self.batch_hooks.are_before else None
+        return HooksStart(self._module_start(), logged)
 
     def _module_start(self) -> ModuleStart:
         return ModuleStart(self._state.model, self._attributes)
@@ -257,12 +275,9 @@ class AccumulationWindow:
     def keep_start(self, read_by_hooks: dict[str, Any]) -> None:
         """Keep the state with which the loops are re-entered: `on_train_start` is called again, and may reset it.
 
-        [Note: what hooks read] A replacement runs the hooks that precede its first step before it gets the state of its
-        predecessor, and what they do with the batch may depend on attributes and buffers. So it begins with those of
-        another rank, as they were before these hooks.
-
         Args:
-            read_by_hooks: of that rank; empty for a rank that has its own, or if the program has no such hooks.
+            read_by_hooks: what hooks read, of another rank; empty for a rank that has its own, or if the program has no
+                such hooks. See `batch_hooks`.
         """
         self._entered = self._module_start() if self._has_started else None, read_by_hooks
 
@@ -276,6 +291,7 @@ class AccumulationWindow:
                 each.mark_own()
         if read_by_hooks:
             self._take_read_by_hooks(read_by_hooks)
+            self.batch_hooks.watch(refuses=False)
         self._entered, self._has_started = (None, {}), True
 
     def _take_read_by_hooks(self, given: dict[str, Any]) -> None:
@@ -312,8 +328,9 @@ class AccumulationWindow:
 
     def add(self, closure: Callable[[], Any]) -> None:
         """Add a micro-step to the window."""
+        self.batch_hooks.end()
         restore(self._logged(), "log")
-        if self._closures and self._has_hooks:
+        if self._closures and self.batch_hooks.are_any:
             written = map(local_tensor, self._beginning.written.values())
             self._starts[len(self._closures)] = ModuleStart(self._state.model, self._attributes, written)
         self._groups.begin_micro_step(len(self._closures))
@@ -575,12 +592,12 @@ class AccumulationWindow:
             as_begun=None if part is None else part.trainer,
             rows=None if part is None else self._rows.state(),
             paths=self._calls.shared,
-            read_by_hooks=self._read_by_hooks(begun) if is_for_joiner and self._has_hooks else None,
+            read_by_hooks=self._read_by_hooks(begun) if is_for_joiner and self.batch_hooks.are_any else None,
         )
 
     @contextmanager
-    def _as_before_hooks(self, begun: ModuleStart | None, *, and_groups: bool = False) -> Generator[None]:
-        """Context in which attributes and buffers are as before the hooks that precede the step: they run again.
+    def _as_before_hooks(self, begun: HooksStart | ModuleStart | None, *, and_groups: bool = False) -> Generator[None]:
+        """Context in which all is as before the hooks that precede the step: they run again.
 
         Args:
             begun: the state from before these hooks; None if they have not begun.
@@ -589,7 +606,7 @@ class AccumulationWindow:
         if begun is None:
             yield
             return
-        now = self._module_start()
+        now = self._module_start() if isinstance(begun, ModuleStart) else self._hooks_start()
         begun.put_back()
         try:
             with self._groups.as_before_hooks() if and_groups else nullcontext():
@@ -597,14 +614,20 @@ class AccumulationWindow:
         finally:
             now.put_back()
 
-    def _read_by_hooks(self, begun: ModuleStart | None) -> dict[str, Any]:
+    def _read_by_hooks(self, begun: HooksStart | ModuleStart | None) -> dict[str, Any]:
         """Attributes and buffers from before the hooks that precede the step; see [Note: what hooks read]."""
         with self._as_before_hooks(begun):
             attributes = [each.for_joiner() for each in self._attributes]
             return {"attributes": attributes, "buffers": BufferStates(self._state.model).all_small()}
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says."""
+        """Send this rank's state to the ranks whose source it is, or receive it, as `plan` says.
+
+        Raises:
+            PeerLost: a rank was lost meanwhile.
+            StateLost: this rank's first batch depends on state that it has received only now.
+        """
+        self.batch_hooks.note()
         self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
         hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
@@ -616,10 +639,12 @@ class AccumulationWindow:
             self._local.restore(plan.step, plan.senders, are_equal=plan.are_local_equal, begins_epoch=begins_epoch)
         if rank in plan.senders:
             self._callbacks.restored()
+            self._means.take_awaited()
         self._metrics.forget_computed()
         self._means.forget_computed()
         if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
+        self.batch_hooks.check()
 
     can_undo_exceptions = CAN_RESET
 
@@ -674,20 +699,6 @@ class AccumulationWindow:
 
     def _logged(self) -> Any:
         return self._trainer.fit_loop.epoch_loop._results
-
-
-def _has_hooks_around_steps(trainer: Trainer) -> bool:
-    """Whether the program has hooks that run before or after each micro-step, or before the first one of an epoch."""
-    names = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end")
-    transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    callbacks = callbacks_of(trainer)
-    owners = [(module, name) for name in (*names, *transfers)]
-    if data is not None:
-        owners += [(data, name) for name in transfers]
-    return any(is_overridden(name, owner) for owner, name in owners) or any(
-        is_of_program(type(each)) and is_overridden(name, each, parent=Callback) for each in callbacks for name in names
-    )
 
 
 def _is_of_part(name: str) -> bool:

@@ -225,6 +225,11 @@ class PlainAttributes:
             if value is not _ABSENT and _num_entries(value) <= MAX_ENTRIES
         }
 
+    def places(self) -> dict[str, tuple[object, str]]:
+        """Owner and name of each attribute, by the same names as in `packed`."""
+        self._values()  # finds new places
+        return {_named(owner, key): (self._owners[owner], key) for owner, _, key in self._places}
+
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it; attributes of another job's checkpoint are not loaded at all."""
         return state_dict

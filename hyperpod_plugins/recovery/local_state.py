@@ -258,6 +258,11 @@ class LocalStates:
         """The objects whose state is kept, by name."""
         return self._states
 
+    @property
+    def of_program(self) -> Mapping[str, RankLocalState]:
+        """Those of them that the program has registered."""
+        return self._of_program
+
     def _unshared_after(self, former_ranks: Mapping[int, int]) -> frozenset[int]:
         """The ranks of a world that follows this one whose states come from this one or an earlier one."""
         known = self._unshared

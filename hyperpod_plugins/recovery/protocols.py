@@ -238,7 +238,12 @@ class TrainingLoop(Protocol):
         ...
 
     def restore(self, plan: RecoveryPlan, rank: int) -> None:
-        """Send this rank's state to the ranks whose source it is in `plan.senders`, or receive it from its source."""
+        """Send this rank's state to the ranks whose source it is in `plan.senders`, or receive it from its source.
+
+        Raises:
+            PeerLost: A rank was lost meanwhile.
+            StateLost: What this rank has done before it had a state depends on that state.
+        """
         ...
 
     can_undo_exceptions: bool

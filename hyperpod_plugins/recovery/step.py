@@ -127,7 +127,7 @@ class StepTransaction:
         self._voted_step = NO_STATE
         self._committing: int | None = None
         """Step whose commit is in progress, while this rank counts as one without a state."""
-        self._has_begun = self._has_reported_begin = self._must_resize = False
+        self._has_begun = self._has_reported_begin = self._must_resize = self._has_joined_step = False
         self._attempts = Attempts(policy, member.worker_id)
         self._has_reentered = member.committed != NO_STATE
         self.state_on_leaving_step: bytes | None = None
@@ -153,8 +153,8 @@ class StepTransaction:
             self._rehearsal.at("setup", self.step)
         if self._must_resize and not group_health.is_unavailable:
             self._yield_to_next_world()
-        has_recovered = group_health.is_unavailable
-        if has_recovered:
+        has_recovered, self._has_joined_step = self._has_joined_step or group_health.is_unavailable, False
+        if group_health.is_unavailable:
             self._recover()
         if not self._has_reported_begin:
             self._member.job_store.set(BEGUN_KEY, b"1")
@@ -197,6 +197,12 @@ class StepTransaction:
         if self._member.committed != NO_STATE and not self._has_reentered:
             raise PeerLost(f"a rank was lost outside a step: {group_health.cause}")
         self._recover()
+
+    def join_step(self) -> None:
+        """In a joiner, join the other ranks before it begins the step in which they are, so that it has its state."""
+        if group_health.is_unavailable and self._member.committed == NO_STATE:
+            self._recover()
+            self._has_joined_step = True
 
     def barrier(self) -> None:
         """Wait outside a step until all ranks have called this: a barrier.
@@ -599,7 +605,10 @@ class StepTransaction:
         snapshots = self._snapshots
         self._training_loop.end_iteration()
         if not plan.is_return:
-            self._training_loop.restore(plan, self._member.rank)
+            try:
+                self._training_loop.restore(plan, self._member.rank)
+            except StateLost as lost:
+                self._member.restart_all(lost)
         # A barrier: no rank continues before all have their state. Ranks wait here outside a step: limits are long.
         dist.all_reduce(torch.zeros(1, device=self._device))
         self._synchronize()

@@ -403,6 +403,8 @@ class Loop:
     def _steps(self, position: Position) -> Generator[Step, None, bool]:
         """Yield the steps from a position on; return whether the body of one was interrupted."""
         for step in self._steps_from(position):
+            if not step.is_replay:
+                self.transactions.join_in_body()
             self.guard.forbid(BETWEEN)
             self._step = step
             for listener in self._context.when_body_begins:

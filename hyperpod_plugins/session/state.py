@@ -302,6 +302,19 @@ class TrainedState:
         for part, mode in zip(parts, position.modes or (each.training for each in parts), strict=True):
             part.training = mode
 
+    def join_in_body(self, join: Callable[[], None]) -> None:
+        """Join the other ranks, which have run what precedes the step in its body, and return to the body's beginning.
+
+        Args:
+            join: joins them, with the state that they have there.
+        """
+        if self.local is not None:
+            self.local.before = self.local.state()  # also asks for that of the beginning
+        join()
+        if self.local is not None:
+            self.local.return_to_before()
+        self._is_begun = True
+
     def begin_body(self) -> None:
         """Keep what the body of a step may change, as it begins."""
         self._body_start, self._committed = self.values(), {}

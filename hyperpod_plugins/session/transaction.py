@@ -17,6 +17,7 @@ from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates
+from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext
@@ -99,6 +100,9 @@ class PlainSteps:
         Raises:
             PeerLost: a peer has just been lost.
         """
+
+    def join_in_body(self) -> None:
+        """In a joiner that has no state yet, get it before the body of a step, which may read it."""
 
     def share_first_state(self, committed: int) -> None:
         """Send the rank-local state to the buddy before the first step, and wait until all ranks have received theirs.
@@ -214,6 +218,11 @@ class Transactions(PlainSteps):
     @override
     def join(self) -> None:
         self._transaction.join()
+
+    @override
+    def join_in_body(self) -> None:
+        if self.is_joining and self._engine.member.committed == NO_STATE:
+            self._trained.join_in_body(self._transaction.join_step)
 
     @override
     def share_first_state(self, committed: int) -> None:

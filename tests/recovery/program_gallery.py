@@ -24,13 +24,14 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
-from torchmetrics import MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 sys.path.append(str(Path(__file__).parents[1]))
 from device import ACCELERATOR
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+from hyperpod_plugins.recovery.kept_state import local_tensor
 
 torch.set_num_threads(1)
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -242,6 +243,50 @@ class Curriculum(Plain):
     def training_step(self, batch, index):
         self.mean.mul_(0.9).add_(0.1)
         return super().training_step(batch, index)
+
+
+class OwnCurriculum(Plain):
+    """Each rank changes its batches by what its own batches were."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.of_epoch = 0.0, []
+
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        return x + 0.01 * self.last, y
+
+    def training_step(self, batch, index):
+        self.last = float(batch[0].mean())
+        self.of_epoch.append(self.last)  # differs between ranks too, and changes no batch
+        return super().training_step(batch, index)
+
+    def on_train_epoch_end(self):
+        self.of_epoch.clear()
+        super().on_train_epoch_end()
+
+
+class Guided(Plain):
+    def on_train_batch_start(self, batch, index):
+        with torch.no_grad():
+            batch[0].add_(local_tensor(self.net.head.bias).mean())
+
+
+class LogsBefore(Plain):
+    """Logs means and updates a metric before each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric, self.means = MeanMetric(), []
+
+    def on_train_batch_start(self, batch, index):
+        mean = batch[0].mean()
+        self.log("before", mean, on_step=False, on_epoch=True, sync_dist=True)
+        self.metric.update(mean)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.means += [float(self.trainer.callback_metrics.get("before", 0.0)), float(self.metric.compute())]
 
 
 class TwoLoaders(Plain):
@@ -484,6 +529,14 @@ PROGRAMS = {
         shuffled(),
         {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
     ),
+    "own_curriculum": lambda: (OwnCurriculum(), shuffled(), {}),
+    "logs_before": lambda: (LogsBefore(), shuffled(), {}),
+    "sharded_logs_before": lambda: (
+        LogsBefore(),
+        shuffled(),
+        {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
+    ),
+    "guided": lambda: (Guided(), shuffled(), {}),
     "adversarial": lambda: (Adversarial(), shuffled(), {}),
     "two_loaders": lambda: (
         TwoLoaders(),
@@ -539,9 +592,10 @@ PROGRAMS = {
 TOLD = {
     "averaged": "StochasticWeightAveraging copies the module before it is sharded",
     "pruned": "ModelPruning replaces parameters by masked copies",
+    "guided": "on_train_batch_start of Guided changes the batch by net.head.bias",
     "finds_rate": "LearningRateFinder trains, and then returns to a checkpoint, before the first step",
 }
-"""Words with which programs are refused."""
+"""Words with which programs are refused, or those that a job says which restarts from a checkpoint."""
 
 
 if __name__ == "__main__":

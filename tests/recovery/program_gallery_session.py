@@ -317,6 +317,42 @@ def bf16():
             step.run(lambda batch: F.cross_entropy(model(batch[0]).float().flatten(0, 1), batch[0].flatten()))
 
 
+class Scaled(Network):
+    """Keeps what its rank has seen, in an attribute and in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.num_steps = 0.0, 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.last = float(x.mean())
+        self.mean.mul_(0.9).add_(0.1 * self.last)
+        return super().forward(x)
+
+
+def reads_before():
+    """What precedes the step in its body reads parameters and what ranks have of their own, and writes some of it."""
+    session, model, optimizer = make(Scaled)
+    session.train(model, optimizer)
+    counted = MulticlassAccuracy(4, sync_on_compute=False)
+    counted.persistent(True)
+    session.register_rank_local("counted", counted)
+    for step in session.steps(shuffled(), epochs=20):
+        with step:
+            bias = model.head.bias
+            norm = float((bias.to_local() if hasattr(bias, "to_local") else bias).detach().norm())
+            model.num_steps += 1
+            model.mean.add_(0.01)
+            with torch.no_grad():
+                model.body[0].weight.mul_(0.999)
+            if step.index:
+                counted.update(torch.tensor([step.index % 3]), torch.tensor([model.num_steps % 2]))
+                norm += float(counted.compute())
+            scale = 1 + norm + 0.1 * model.last + 0.1 * float(model.mean) + 0.01 * model.num_steps
+            step.run(lambda batch, scale=scale: scale * F.cross_entropy(model(batch[0]), batch[1]))
+
+
 def two_stages():
     """Head first, then all with another optimizer and schedule; a checkpoint after each."""
     session, model, _ = make()
@@ -419,6 +455,7 @@ PROGRAMS = {
         unfrozen,
         adversarial,
         bf16,
+        reads_before,
         two_stages,
         stopped_early,
         resumed,
