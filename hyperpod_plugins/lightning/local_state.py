@@ -3,6 +3,7 @@
 # Lightning's results and metrics have no public API.
 # pyright: reportPrivateUsage=false
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -244,31 +245,42 @@ class LoggedMeans:
         return any(result is each for each in self._begun)
 
 
-class LoggedStart:
-    """What hooks may log or count at one moment: results of the epoch, metrics, and objects of the program."""
+class CountedStart:
+    """The states of metrics, and of objects that the program has registered, at one moment."""
 
-    def __init__(self, means: LoggedMeans, metrics: MetricStates, others: Mapping[str, RankLocalState]) -> None:
-        """Copy them; results of former epochs, all of which have been reset, are left out."""
-        self._means, self._metrics, self._others = means, metrics, others
+    def __init__(self, metrics: MetricStates, registered: Mapping[str, RankLocalState]) -> None:
+        """Copy them."""
+        self._metrics, self._registered = metrics, registered
+        self._counted = metrics.state_dict()
+        self._states = {name: each.state_dict() for name, each in registered.items()}
+
+    def put_back(self) -> None:
+        """Restore them; they are copied once more, since what is put back may change in place."""
+        self._metrics.load_state_dict(copy.deepcopy(self._counted))
+        for name, state in self._states.items():
+            self._registered[name].load_state_dict(state)
+
+
+class LoggedStart:
+    """What has been logged for the epoch at one moment."""
+
+    def __init__(self, means: LoggedMeans) -> None:
+        """Copy it; results of former epochs, all of which have been reset, are left out."""
+        self._means = means
         results: dict[str, Any] = means.results
         if all(each.has_reset or not each._update_count for each in results.values()):
             results = {}
         self._results = [(key, result, dict(vars(result))) for key, result in results.items()]
         self._begun = means.begun
-        self._counted = metrics.state_dict()
-        self._states = {name: each.state_dict() for name, each in others.items()}
 
     def put_back(self) -> None:
-        """Restore them."""
+        """Restore it."""
         results = self._means.results
         results.clear()
         for key, result, values in self._results:
             vars(result).update(values)
             results[key] = result
         self._means.begun = self._begun
-        self._metrics.load_state_dict(self._counted)
-        for name, state in self._states.items():
-            self._others[name].load_state_dict(state)
 
 
 def _sums_in(packed: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from hyperpod_plugins.lightning.compat import (
     override,
     restore,
 )
-from hyperpod_plugins.lightning.local_state import LoggedMeans, LoggedStart, MetricStates, attributes_of
+from hyperpod_plugins.lightning.local_state import CountedStart, LoggedMeans, LoggedStart, MetricStates, attributes_of
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -97,19 +97,16 @@ class ModuleStart:
             each.put_back(kept)
 
 
-@dataclass(frozen=True, slots=True)
 class HooksStart:
-    """What hooks that precede a step may write, at one moment."""
+    """What hooks around a step may write, at one moment: several copies, each of a kind of state."""
 
-    module: ModuleStart
-    logged: LoggedStart | None
-    """None if there are only hooks that follow a step."""
+    def __init__(self, *copies: ModuleStart | CountedStart | LoggedStart) -> None:
+        self._copies = copies
 
     def put_back(self) -> None:
-        """Restore it."""
-        self.module.put_back()
-        if self.logged is not None:
-            self.logged.put_back()
+        """Restore all."""
+        for each in self._copies:
+            each.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +172,7 @@ class AccumulationWindow:
         self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
         self._before_hooks: HooksStart | None = None
         """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
-        self._starts: dict[int, ModuleStart] = {}
+        self._starts: dict[int, HooksStart] = {}
         self._groups = _MicroStepGroups(state.optimizers)
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
@@ -259,9 +256,12 @@ class AccumulationWindow:
         self._groups.note_before_hooks()
 
     def _hooks_start(self) -> HooksStart:
-        others = self._local.of_program
-        logged = LoggedStart(self._means, self._metrics, others) if self.batch_hooks.are_before else None
-        return HooksStart(self._module_start(), logged)
+        if not self.batch_hooks.are_before:
+            return HooksStart(self._module_start())
+        return HooksStart(self._module_start(), self._counted_start(), LoggedStart(self._means))
+
+    def _counted_start(self) -> CountedStart:
+        return CountedStart(self._metrics, self._local.of_program)
 
     def _module_start(self) -> ModuleStart:
         return ModuleStart(self._state.model, self._attributes)
@@ -332,7 +332,8 @@ class AccumulationWindow:
         restore(self._logged(), "log")
         if self._closures and self.batch_hooks.are_any:
             written = map(local_tensor, self._beginning.written.values())
-            self._starts[len(self._closures)] = ModuleStart(self._state.model, self._attributes, written)
+            module = ModuleStart(self._state.model, self._attributes, written)
+            self._starts[len(self._closures)] = HooksStart(module, self._counted_start())
         self._groups.begin_micro_step(len(self._closures))
         self._closures.append(closure)
         self._batches_of.append(self._logged().batch)

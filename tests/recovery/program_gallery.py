@@ -6,6 +6,7 @@ python -m hyperpod_plugins.cli rehearse tests/recovery/program_gallery.py one_cy
 import copy
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -289,6 +290,49 @@ class LogsBefore(Plain):
         self.means += [float(self.trainer.callback_metrics.get("before", 0.0)), float(self.metric.compute())]
 
 
+class LogsEverywhere(LogsBefore):
+    """Hooks inside and around each step log, count and update a metric; what they have found changes the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.counts, self.best, self.scale = MeanMetric(), Counter(), 0.0, 1.0
+
+    def on_train_epoch_start(self):
+        self.inner.reset()
+        self.counts["epoch"] += 1
+        self.log("begun", float(self.counts["start"]), on_epoch=True)
+
+    def on_train_batch_start(self, batch, index):
+        super().on_train_batch_start(batch, index)
+        self.counts["start"] += 1
+        self.inner.update(self.counts["start"])
+
+    def training_step(self, batch, index):
+        self.counts["step"] += 1
+        shown = float(self.trainer.callback_metrics.get("train_loss", 1.0))
+        factor = self.scale + 0.1 * shown + 0.01 * float(self.inner.mean_value / (1 + self.inner.weight))
+        return factor * super().training_step(batch, index)
+
+    def on_before_zero_grad(self, optimizer):
+        self.counts["zero"] += 1
+        self.log("zeroed", float(self.counts["zero"]), on_step=False, on_epoch=True)
+
+    def on_after_backward(self):
+        self.counts["backward"] += 1
+        self.inner.update(self.counts["backward"] / 2)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.counts["optimizer"] += 1
+        self.log("stepped", float(self.counts["optimizer"]), on_step=True, on_epoch=True)
+        self.inner.update(0.5)
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.best = max(self.best, float(self.trainer.callback_metrics["val_loss"]))
+            self.scale *= 0.99
+            self.counts["validation"] += 1
+
+
 class TwoLoaders(Plain):
     def training_step(self, batch, index):
         loss = self.loss(batch["one"]) + 0.5 * self.loss(batch["other"])
@@ -535,6 +579,21 @@ PROGRAMS = {
         LogsBefore(),
         shuffled(),
         {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
+    ),
+    "logs_everywhere": lambda: (LogsEverywhere(), shuffled(), {"val_check_interval": 4}),
+    "logs_between": lambda: (
+        LogsEverywhere(),
+        shuffled(),
+        {"accumulate_grad_batches": 2, "val_check_interval": 4},
+    ),
+    "sharded_logs_between": lambda: (
+        LogsEverywhere(),
+        shuffled(),
+        {
+            "hybrid_shard_degree": 2,
+            "accumulate_grad_batches": 2,
+            "callbacks": [CheckpointlessRecovery(snapshot_every_steps=2)],
+        },
     ),
     "guided": lambda: (Guided(), shuffled(), {}),
     "adversarial": lambda: (Adversarial(), shuffled(), {}),
