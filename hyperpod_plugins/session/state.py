@@ -308,9 +308,11 @@ class TrainedState:
         Args:
             join: joins them, with the state that they have there.
         """
+        values = self.values()
         if self.local is not None:
             self.local.before = self.local.state()  # also asks for that of the beginning
         join()
+        self.load_values(values)
         if self.local is not None:
             self.local.return_to_before()
         self._is_begun = True
