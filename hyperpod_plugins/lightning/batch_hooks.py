@@ -9,10 +9,17 @@ there yet. So these hooks are watched in two first steps:
     of a replacement      what such hooks have read is compared with what the replacement then gets: if it differs, the
                           step would train on another batch, and the job restarts from the last checkpoint
 
-A tensor is read where an operation has it or a view of it as an argument, an attribute where it is looked up.
+A tensor is read where an operation has it or a view of it as an argument, an attribute where it is looked up. Compiled
+code shows neither, so it runs eagerly while it is watched. In a replacement that could change bits: there a hook is
+called a second time with a copy of the batch, and this call is watched. All that it writes is replaced by the state
+that the process gets, and random numbers are put back.
 """
 
+import contextlib
+import copy
 import functools
+import inspect
+import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -55,12 +63,12 @@ class BatchHooks:
         """Whether such hooks run before a step."""
         self._changing = [each for each in hooks if each[1] in (*_TRANSFERS, _START)]
         self._model, self._attributes = model, attributes
-        self._refuses = False
+        self._refuses = self._is_watching = False
         self._undo: Callable[[], None] | None = None
         """Ends the watch; None if nothing is watched."""
         self._by: dict[str, str] = {}
         """What hooks that changed the batch have read, and the name of such a hook."""
-        self._noted: dict[str, Any] = {}
+        self._noted: dict[str, Any] | None = None
         """The same, with the values that these hooks have left."""
 
     def watch(self, *, refuses: bool) -> None:
@@ -72,6 +80,8 @@ class BatchHooks:
         self.end()
         self._refuses, watched = refuses, ExitStack()
         for owner, name in self._changing:
+            if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod):
+                continue  # reads no state through its object
             watched.callback(_wrap(type(owner), name, functools.partial(self._watched, owner, name)))
         self._undo = watched.close
 
@@ -80,11 +90,11 @@ class BatchHooks:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-        self._by, self._noted = {}, {}
+        self._by, self._noted = {}, None
 
     def note(self) -> None:
         """Note the values of what has been read, before the state of another process takes their place."""
-        if self._by:
+        if self._by and self._noted is None:  # a restore that is repeated may have replaced some of it already
             present = self._present()
             self._noted = {name: _copied(present[name]) for name in self._by.keys() & present.keys()}
 
@@ -97,7 +107,9 @@ class BatchHooks:
         if self._undo is None or self._refuses:
             return
         present = self._present() if self._by else {}
-        others = [name for name, value in self._noted.items() if not are_same(value, _copied(present.get(name)))]
+        others = [
+            name for name, value in (self._noted or {}).items() if not are_same(value, _copied(present.get(name)))
+        ]
         differing, by = self._trained() + sorted(others), self._by
         self.end()
         if differing:
@@ -115,17 +127,23 @@ class BatchHooks:
         self, owner: object, name: str, function: Callable[..., Any], this: object, *args: Any, **named: Any
     ) -> Any:
         """Call a hook of `owner`, and add what it reads to `_by` if it changes the batch."""
-        if this is not owner:
+        if this is not owner or self._is_watching:
             return function(this, *args, **named)
-        index = 2 if isinstance(this, Callback) else 0
+        index = 2 if name == _START and isinstance(owner, Callback) else 0
         batch = args[index] if len(args) > index else named.get("batch")
-        before, read = _form(batch), set[str]()
-        with self._reading(read):
+        if not self._refuses:
+            copied = None  # of a type that cannot be copied
+            with contextlib.suppress(Exception):
+                copied = copy.deepcopy(batch)
             result = function(this, *args, **named)
-        if _form(batch) != before or (name in _TRANSFERS and _form(result) != before):
-            self._by = dict.fromkeys(read, name) | self._by
+            if copied is not None and len(args) > index:
+                again = functools.partial(function, this, *args[:index], copied, *args[index + 1 :], **named)
+                with _random_numbers_put_back(), contextlib.suppress(Exception):
+                    self._call(name, copied, again)
+            return result
+        result = self._call(name, batch, functools.partial(function, this, *args, **named))
         found = self._trained()
-        if found and self._refuses:
+        if found:
             whose = type(owner).__name__.removeprefix("FSDP")
             raise ConfigError(
                 f"{name} of {whose} changes the batch by {format_list(found, 3)}. It runs before the step, and a "
@@ -133,10 +151,23 @@ class BatchHooks:
             )
         return result
 
+    def _call(self, name: str, batch: Any, function: Callable[[], Any]) -> Any:
+        """Call a hook, and add what it reads to `_by` if it changes the batch."""
+        before, read = _form(batch), set[str]()
+        self._is_watching = True
+        try:
+            with self._reading(read):
+                result = function()
+        finally:
+            self._is_watching = False
+        if _form(batch) != before or (name in _TRANSFERS and _form(result) != before):
+            self._by = dict.fromkeys(read, name) | self._by
+        return result
+
     @contextmanager
     def _reading(self, read: set[str]) -> Generator[None]:
         """Context that adds the names of the parameters, buffers and attributes that are read to `read`."""
-        tensors = {_memory_of(each): name for name, each in self._tensors() if each.numel()}
+        tensors = {memory: name for name, each in self._tensors() if (memory := _memory_of(each)) is not None}
         places = {(id(owner), key): place for each in self._attributes for place, (owner, key) in each.places().items()}
 
         def note(owner: object, key: str) -> None:
@@ -148,7 +179,7 @@ class BatchHooks:
         with ExitStack() as undo:
             for owner in owners:
                 undo.callback(_wrap(owner, "__getattribute__", functools.partial(_looked_up, note)))
-            with _Operands(tensors, read):
+            with torch.compiler.set_stance("force_eager"), _Operands(tensors, read):
                 yield
 
     def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -172,8 +203,9 @@ class _Operands(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and (name := self._names.get(_memory_of(leaf))) is not None:
+        leaves = () if _uses_no_values(func) else tree_leaves((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and (name := self._names.get(_memory_of(leaf) or 0)) is not None:
                 self._found.add(name)
         return func(*args, **(kwargs or {}))
 
@@ -220,9 +252,30 @@ def _looked_up(note: Callable[[object, str], None], function: Callable[..., Any]
     return function(this, key)
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Identifies the memory of a tensor and its views; of a DTensor, that of its local part."""
-    return local_tensor(tensor).untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+def _uses_no_values(func: Any) -> bool:
+    """Whether an operation only makes a view of a tensor, or a new tensor of its form."""
+    name = str(func).removeprefix("aten.")
+    return func.is_view or name.startswith(("new_", "detach")) or "_like." in name
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Identifies the memory of a tensor and its views; of a DTensor, that of its local part. None if it has none."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return None
+    local = local_tensor(tensor)
+    return local.untyped_storage()._cdata if local.numel() else None  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _random_numbers_put_back() -> Generator[None]:
+    """Context after which the random generators of Python, NumPy and torch are as they were."""
+    state, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(of_numpy)
 
 
 def _copied(value: Any) -> Any:
@@ -237,11 +290,16 @@ def _form(value: Any, depth: int = 0) -> Any:
         return _Same(value), value.tobytes()
     if isinstance(value, str | bytes | int | float | bool | None):
         return value
-    entries: Any = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    entries: Any = value if isinstance(value, Mapping) else _attributes_of(value)
     values: Any = entries.values() if entries else value if isinstance(value, list | tuple) else ()
     if depth == _DEPTH:
         return _Same(value)
     return _Same(value), [*entries], [_form(each, depth + 1) for each in values]
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    slots = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
+    return {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

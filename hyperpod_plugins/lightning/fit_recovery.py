@@ -505,7 +505,7 @@ class FitRecovery(NullFitRecovery):
         check_limit(trainer, worlds, follows_world=follows_world)
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
-        if self.member.world.size > 1:
+        if self.member.world.size > 1 and steps_done(trainer) == 0:  # watched code runs eagerly, each time the same
             self.window.batch_hooks.watch(refuses=True)
         self._is_checked = True
 
@@ -551,6 +551,7 @@ class FitRecovery(NullFitRecovery):
         )
         self.window.put_back_first_hooks()
         self.window.forget_gradients()
+        self.window.batch_hooks.end()
         self._left = _Left(
             returned=returned,
             description=description,
@@ -873,6 +874,7 @@ class FitRecovery(NullFitRecovery):
     @override
     def close(self, *, has_ended: bool) -> None:
         self.window.part = None  # release the copies that it holds
+        self.window.batch_hooks.end()
         remove_part_hooks(self.trainer)
         self._rows.forget(self.trainer)
         self._calls.release(self.trainer)

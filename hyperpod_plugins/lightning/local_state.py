@@ -254,6 +254,11 @@ class CountedStart:
         self._counted = metrics.state_dict()
         self._states = {name: each.state_dict() for name, each in registered.items()}
 
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The copies, by the names under which the objects are registered."""
+        return ({} if self._metrics.is_empty else {_METRICS_OF_EPOCH: self._counted}) | self._states
+
     def put_back(self) -> None:
         """Restore them; they are copied once more, since what is put back may change in place."""
         self._metrics.load_state_dict(copy.deepcopy(self._counted))

@@ -31,6 +31,7 @@ from hyperpod_plugins.lightning.saving_hooks import SavingHooks
 from hyperpod_plugins.lightning.shown_values import TABLES, ShownValues, Tables, put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
+    LOCAL,
     LOGGED,
     arguments,
     as_checkpoint,
@@ -97,16 +98,25 @@ class ModuleStart:
             each.put_back(kept)
 
 
+@dataclass(frozen=True, slots=True)
 class HooksStart:
-    """What hooks around a step may write, at one moment: several copies, each of a kind of state."""
+    """What hooks around a step may write, at one moment."""
 
-    def __init__(self, *copies: ModuleStart | CountedStart | LoggedStart) -> None:
-        self._copies = copies
+    module: ModuleStart
+    counted: CountedStart | None = None
+    logged: LoggedStart | None = None
 
     def put_back(self) -> None:
-        """Restore all."""
-        for each in self._copies:
-            each.put_back()
+        """Restore it."""
+        self.put_back_but_counted()
+        if self.counted is not None:
+            self.counted.put_back()
+
+    def put_back_but_counted(self) -> None:
+        """Restore it, without calling `load_state_dict` of the program's objects."""
+        self.module.put_back()
+        if self.logged is not None:
+            self.logged.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +182,8 @@ class AccumulationWindow:
         self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
         self._before_hooks: HooksStart | None = None
         """State before the first hooks of the step, or of the epoch that it begins; None if they write nothing."""
-        self._starts: dict[int, HooksStart] = {}
         self._groups = _MicroStepGroups(state.optimizers)
+        self._starts: dict[int, HooksStart] = {}
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
@@ -258,7 +268,10 @@ class AccumulationWindow:
     def _hooks_start(self) -> HooksStart:
         if not self.batch_hooks.are_before:
             return HooksStart(self._module_start())
-        return HooksStart(self._module_start(), self._counted_start(), LoggedStart(self._means))
+        return HooksStart(self._module_start(), self._counted_start(), self._logged_start())
+
+    def _logged_start(self) -> LoggedStart:
+        return LoggedStart(self._means)
 
     def _counted_start(self) -> CountedStart:
         return CountedStart(self._metrics, self._local.of_program)
@@ -555,7 +568,7 @@ class AccumulationWindow:
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
         with self._as_before_hooks(self._before_hooks):  # hyperparameters are loaded after these hooks, see `restore`
-            return with_local(self._captured(), self._local.state())
+            return with_local(self._captured(), self._local_as_begun())
 
     @contextmanager
     def _at_step_begin(self) -> Generator[None]:
@@ -598,7 +611,9 @@ class AccumulationWindow:
 
     @contextmanager
     def _as_before_hooks(self, begun: HooksStart | ModuleStart | None, *, and_groups: bool = False) -> Generator[None]:
-        """Context in which all is as before the hooks that precede the step: they run again.
+        """Context in which attributes, buffers and logged sums are as before the hooks that precede the step.
+
+        These hooks run again. For metrics and registered objects see `_local_as_begun`.
 
         Args:
             begun: the state from before these hooks; None if they have not begun.
@@ -607,13 +622,21 @@ class AccumulationWindow:
         if begun is None:
             yield
             return
-        now = self._module_start() if isinstance(begun, ModuleStart) else self._hooks_start()
-        begun.put_back()
+        now = HooksStart(self._module_start(), logged=self._logged_start())
+        if isinstance(begun, ModuleStart):
+            begun = HooksStart(begun)
+        begun.put_back_but_counted()
         try:
             with self._groups.as_before_hooks() if and_groups else nullcontext():
                 yield
         finally:
-            now.put_back()
+            now.put_back_but_counted()
+
+    def _local_as_begun(self) -> dict[str, Any]:
+        """Rank-local state from before the hooks that precede the step; call it in the context `_as_before_hooks`."""
+        counted = None if self._before_hooks is None else self._before_hooks.counted
+        states = {} if counted is None else counted.states
+        return {**self._local.state(), **states, LOGGED: self._means.forms()}
 
     def _read_by_hooks(self, begun: HooksStart | ModuleStart | None) -> dict[str, Any]:
         """Attributes and buffers from before the hooks that precede the step; see [Note: what hooks read]."""
@@ -663,7 +686,7 @@ class AccumulationWindow:
     def _save_committed(self, path: str, weights_only: bool) -> str:
         """Write a checkpoint of the committed step as the program would have, and return its path."""
         with self._as_before_hooks(self._before_hooks, and_groups=True):
-            checkpoint = without_requests(self._checkpoint_of_rank())
+            checkpoint = without_requests(self._checkpoint_of_rank()) | {LOCAL: self._local_as_begun()}
             states = {each.state_key: each.state_dict() for each in self._trainer.checkpoint_callbacks}
             checkpoint["callbacks"] = {**checkpoint["callbacks"], **states}
             self._hooks.add_left_out(self._trainer, checkpoint)
@@ -685,7 +708,8 @@ class AccumulationWindow:
         """
         if snapshots is None:
             with self._as_before_hooks(self._before_hooks, and_groups=True):
-                return self._save(self._checkpoint_of_rank(), path, is_alone, None)
+                checkpoint = self._checkpoint_of_rank() | {LOCAL: self._local_as_begun()}
+                return self._save(checkpoint, path, is_alone, None)
         parts = self._state.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
         described = {rank: self._checkpoint(each.trainer) for rank, each in snapshots.items()}
         return self._save(next(iter(described.values())), path, is_alone, (parts, described))

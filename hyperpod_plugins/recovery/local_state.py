@@ -136,9 +136,13 @@ class ProgramState:
         return {"state": tree_map(copied_leaf, self.stateful.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Load a copy of a `state_dict`, since the object may keep and change what it is given; ignore an empty one."""
+        """Load a copy of a `state_dict`, since the object may keep and change what it is given; ignore an empty one.
+
+        Tensors are on the devices of the present ones: some objects (metrics) keep those that they are given.
+        """
         if state_dict and "state" not in leave:
-            self.stateful.load_state_dict(tree_map(copied_leaf, state_dict["state"]))
+            copied = tree_map(copied_leaf, state_dict["state"])
+            self.stateful.load_state_dict(_on_devices_of(self.stateful.state_dict(), copied))
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """The state as a whole, if it differs."""
@@ -159,6 +163,17 @@ def copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().clone()
     return copy.copy(leaf) if isinstance(leaf, MUTABLE_LEAVES) else leaf
+
+
+def _on_devices_of(present: Any, value: Any) -> Any:
+    """A state with each tensor on the device of the one in its place in `present`; others as they are."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(present.device)
+    if type(present) is dict and type(value) is dict:
+        return {key: _on_devices_of(present.get(key), each) for key, each in value.items()}
+    if type(present) is list and type(value) is list:
+        return [_on_devices_of(old, new) for old, new in zip([*present, *[None] * len(value)], value, strict=False)]
+    return value
 
 
 class LocalStates:

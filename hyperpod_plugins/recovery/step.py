@@ -199,7 +199,7 @@ class StepTransaction:
         self._recover()
 
     def join_step(self) -> None:
-        """In a joiner, join the other ranks before it begins the step in which they are, so that it has its state."""
+        """In a process without a state, join the other ranks before it begins the step in which they are."""
         if group_health.is_unavailable and self._member.committed == NO_STATE:
             self._recover()
             self._has_joined_step = True

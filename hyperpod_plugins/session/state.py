@@ -305,6 +305,8 @@ class TrainedState:
     def join_in_body(self, join: Callable[[], None]) -> None:
         """Join the other ranks, which have run what precedes the step in its body, and return to the body's beginning.
 
+        Parameters stay as they are there: what the body reads before the step has been written by what precedes it.
+
         Args:
             join: joins them, with the state that they have there.
         """

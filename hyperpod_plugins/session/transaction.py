@@ -102,7 +102,7 @@ class PlainSteps:
         """
 
     def join_in_body(self) -> None:
-        """In a joiner that has no state yet, get it before the body of a step, which may read it."""
+        """In a process without a state (a joiner, or one whose state was torn), get one before a step's body."""
 
     def share_first_state(self, committed: int) -> None:
         """Send the rank-local state to the buddy before the first step, and wait until all ranks have received theirs.
@@ -221,7 +221,7 @@ class Transactions(PlainSteps):
 
     @override
     def join_in_body(self) -> None:
-        if self.is_joining and self._engine.member.committed == NO_STATE:
+        if self._engine.member.committed == NO_STATE:
             self._trained.join_in_body(self._transaction.join_step)
 
     @override

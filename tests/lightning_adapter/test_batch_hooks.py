@@ -1,8 +1,11 @@
 """What hooks that change a batch have read."""
 
+import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +98,35 @@ def replaced(module, batch):
     return batch
 
 
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+def test_a_batch_of_slots_has_changed():
+    def change(module, batch):
+        batch.x = batch.x + module.net.bias.detach()
+
+    trainer, hooks, _ = watched(change, "callback")
+    hooks.watch(refuses=True)
+    with pytest.raises(ConfigError):
+        KINDS["callback"](trainer, Slots(torch.ones(2, 3)))
+    hooks.end()
+
+
+def test_a_static_hook_is_left_alone():
+    class Static(Module):
+        @staticmethod
+        def on_after_batch_transfer(batch, dataloader_idx):
+            return batch
+
+    trainer = SimpleNamespace(lightning_module=Static(None), datamodule=None, callbacks=[])
+    hooks = BatchHooks(trainer, trainer.lightning_module, [])
+    hooks.watch(refuses=True)
+    assert trainer.lightning_module.on_after_batch_transfer(3, 0) == 3
+    hooks.end()
+
+
 def test_a_batch_whose_entries_are_replaced_has_changed():
     _, hooks, call = watched(replaced, "callback")
     hooks.watch(refuses=True)
@@ -121,6 +153,10 @@ ALLOWED = {
     "frozen": in_place(lambda it: it.teacher(torch.ones(3))),
     "attribute": in_place(lambda it: it.scale),
     "nothing": in_place(lambda it: 1.0),
+    "form": in_place(lambda it: it.net.bias.new_ones(3) + torch.zeros_like(it.net.bias)),
+    "view": in_place(lambda it: len(it.net.weight.detach().data.t())),
+    "compiled": in_place(lambda it: torch.compile(torch.sin, fullgraph=True, backend="eager")(torch.ones(3))),
+    "sparse": in_place(lambda it: torch.sparse.mm(torch.eye(3).to_sparse(), torch.ones(3, 3))[0]),
 }
 
 
@@ -161,6 +197,35 @@ def test_what_a_replacement_reads_is_compared_with_what_it_gets(change, restore,
     with pytest.raises(StateLost, match=rf"on_after_batch_transfer has changed .* by {name}, which"):
         hooks.check()
     hooks.check()  # once
+
+
+def test_a_restore_that_is_repeated_is_compared_with_what_was_there_first():
+    trainer, hooks, call = watched(in_place(lambda it: it.teacher.bias))
+    hooks.watch(refuses=False)
+    call()
+    for _ in range(2):
+        hooks.note()
+        with torch.no_grad():
+            trainer.lightning_module.teacher.bias.add_(1)
+    with pytest.raises(StateLost):
+        hooks.check()
+
+
+def test_a_replacement_keeps_its_batch_and_its_random_numbers():
+    def change(module, batch):
+        return {"x": batch["x"].add_(torch.rand(3) + np.random.rand() + random.random() + module.scale)}
+
+    found = []
+    for watches in (False, True):
+        _, hooks, call = watched(change)
+        if watches:
+            hooks.watch(refuses=False)
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        found.append([call()["x"], call()["x"], torch.rand(3)])
+        hooks.end()
+    assert all(map(torch.equal, *found))
 
 
 def test_what_was_not_read_or_has_not_changed_is_the_same():

@@ -47,9 +47,10 @@ class Scaled(nn.Module):
 
 
 class Module(pl.LightningModule):
-    def __init__(self, faults):
+    def __init__(self, faults, *, follows_own=False):
         super().__init__()
         self.faults, self.calls = faults, Counter()
+        self.follows_own, self.last = follows_own, 0.0
         self.net, self.teacher = Scaled(), nn.Linear(8, 8)
         self.teacher.requires_grad_(False)
         self.outputs, self.means = [], []
@@ -58,6 +59,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch, index):
         self.calls["step"] += 1
         self.seen += 1
+        self.last = float(batch.mean())
         self.faults.at(f"step{index}", self.trainer)
         loss = (self.net(batch) - self.teacher(batch)).square().mean() * (1 + self.calls["end"] / 100 + self.ends / 9)
         self.faults.at(f"after{index}", self.trainer)
@@ -70,7 +72,8 @@ class Module(pl.LightningModule):
         self.calls["epoch"] += 1
 
     def on_before_batch_transfer(self, batch, index):
-        return batch * (1 + self.calls["end"] / 100 + self.ends.item() / 99)
+        own = self.last if self.follows_own else 0.0
+        return batch * (1 + self.calls["end"] / 100 + self.ends.item() / 99 + own / 9)
 
     def on_train_batch_start(self, batch, index):
         self.calls["start"] += 1
@@ -141,9 +144,9 @@ class Plain(pl.Callback):
 def fit(folder, faults):
     faults = faults.split()
     scripted = Faults([fault for fault in faults if ":" in fault], folder)
-    plain = Plain("communicates" in faults)
-    # In the second case all return to a checkpoint, and one that is saved within a batch's hooks lacks later ones.
-    saves = {"save_on_train_epoch_end": True} if plain.communicates else {"every_n_train_steps": 2}
+    plain, follows_own = Plain("communicates" in faults), "own" in faults
+    # In these cases all return to a checkpoint, and one that is saved within a batch's hooks lacks later ones.
+    saves = {"save_on_train_epoch_end": True} if plain.communicates or follows_own else {"every_n_train_steps": 2}
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(hybrid_shard_degree=2),
         accelerator=ACCELERATOR,
@@ -160,7 +163,7 @@ def fit(folder, faults):
             CheckpointlessRecovery(),
         ],
     )
-    module, data = Module(scripted), Data()
+    module, data = Module(scripted, follows_own=follows_own), Data()
     trainer.fit(module, datamodule=data)
     return {
         "calls": module.calls,

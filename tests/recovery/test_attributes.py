@@ -334,3 +334,11 @@ def test_a_hook_that_is_interrupted_in_a_collective_after_its_step_is_not_left_h
     disturbed, text = results("program_attributes.py", tmp_path / "disturbed", "fit communicates kill:1:hook3:1")
     assert "Plain.on_train_batch_end was interrupted in a collective" in text
     assert disturbed == undisturbed
+
+
+@pytest.mark.spawns
+def test_a_batch_that_follows_what_its_rank_alone_has_is_not_trained_on_by_a_replacement(tmp_path):
+    undisturbed, _ = results("program_attributes.py", tmp_path / "undisturbed", "fit own")
+    disturbed, text = results("program_attributes.py", tmp_path / "disturbed", "fit own kill:1:step2:1")
+    assert "on_before_batch_transfer has changed the first batch of a replacement by module.last" in text
+    assert disturbed == undisturbed
