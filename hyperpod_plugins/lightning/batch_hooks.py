@@ -11,8 +11,8 @@ there yet. So these hooks are watched in two first steps:
 
 A tensor is read where an operation has it or a view of it as an argument, an attribute where it is looked up. Compiled
 code shows neither, so it runs eagerly while it is watched. In a replacement that could change bits: there a hook is
-called a second time with a copy of the batch, and this call is watched. All that it writes is replaced by the state
-that the process gets, and random numbers are put back.
+called a second time with a copy of the batch, and this call is watched. What it writes, and random numbers, are put
+back.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,14 @@ _DEPTH = 8
 """How deep a batch is looked at."""
 
 
+class CanPutBack(Protocol):
+    """A copy of some state at one moment."""
+
+    def put_back(self) -> None:
+        """Restore it."""
+        ...
+
+
 class BatchHooks:
     """The hooks of a program that run around its steps. Use it in the main thread only."""
 
@@ -63,7 +71,8 @@ class BatchHooks:
         """Whether such hooks run before a step."""
         self._changing = [each for each in hooks if each[1] in (*_TRANSFERS, _START)]
         self._model, self._attributes = model, attributes
-        self._refuses = self._is_watching = False
+        self._keep: Callable[[], CanPutBack] | None = None
+        self._is_watching = False
         self._undo: Callable[[], None] | None = None
         """Ends the watch; None if nothing is watched."""
         self._by: dict[str, str] = {}
@@ -71,14 +80,15 @@ class BatchHooks:
         self._noted: dict[str, Any] | None = None
         """The same, with the values that these hooks have left."""
 
-    def watch(self, *, refuses: bool) -> None:
+    def watch(self, keep: Callable[[], CanPutBack] | None = None) -> None:
         """Watch the hooks of the next batch; see [Note: what hooks read].
 
         Args:
-            refuses: whether one that reads a trained parameter raises `ConfigError`; otherwise `check` compares.
+            keep: in a replacement, copies what hooks may write; None where hooks that read trained parameters are
+                refused.
         """
         self.end()
-        self._refuses, watched = refuses, ExitStack()
+        self._keep, watched = keep, ExitStack()
         for owner, name in self._changing:
             if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod):
                 continue  # reads no state through its object
@@ -104,7 +114,7 @@ class BatchHooks:
         Raises:
             StateLost: it differs.
         """
-        if self._undo is None or self._refuses:
+        if self._undo is None or self._keep is None:
             return
         present = self._present() if self._by else {}
         others = [
@@ -131,15 +141,17 @@ class BatchHooks:
             return function(this, *args, **named)
         index = 2 if name == _START and isinstance(owner, Callback) else 0
         batch = args[index] if len(args) > index else named.get("batch")
-        if not self._refuses:
+        if self._keep is not None:
             copied = None  # of a type that cannot be copied
             with contextlib.suppress(Exception):
                 copied = copy.deepcopy(batch)
             result = function(this, *args, **named)
             if copied is not None and len(args) > index:
                 again = functools.partial(function, this, *args[:index], copied, *args[index + 1 :], **named)
+                kept = self._keep()
                 with _random_numbers_put_back(), contextlib.suppress(Exception):
                     self._call(name, copied, again)
+                kept.put_back()
             return result
         result = self._call(name, batch, functools.partial(function, this, *args, **named))
         found = self._trained()

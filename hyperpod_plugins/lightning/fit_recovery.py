@@ -506,7 +506,7 @@ class FitRecovery(NullFitRecovery):
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
         if self.member.world.size > 1 and steps_done(trainer) == 0:  # watched code runs eagerly, each time the same
-            self.window.batch_hooks.watch(refuses=True)
+            self.window.batch_hooks.watch()
         self._is_checked = True
 
     # -- leaving and re-entering the loops ----------------------------------------------------------------------

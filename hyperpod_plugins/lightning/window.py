@@ -304,7 +304,7 @@ class AccumulationWindow:
                 each.mark_own()
         if read_by_hooks:
             self._take_read_by_hooks(read_by_hooks)
-            self.batch_hooks.watch(refuses=False)
+            self.batch_hooks.watch(self._hooks_start)
         self._entered, self._has_started = (None, {}), True
 
     def _take_read_by_hooks(self, given: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -46,6 +47,17 @@ class OfCallback(pl.Callback):
         pl_module.change(pl_module, batch)
 
 
+class Kept:
+    """The attributes of a module at one moment."""
+
+    def __init__(self, module):
+        self.module, self.kept = module, {**vars(module)}
+
+    def put_back(self):
+        vars(self.module).clear()
+        vars(self.module).update(self.kept)
+
+
 KINDS = {
     "module": lambda trainer, batch: trainer.lightning_module.on_after_batch_transfer(batch, dataloader_idx=0),
     "data": lambda trainer, batch: trainer.datamodule.on_before_batch_transfer(batch, 0),
@@ -86,7 +98,7 @@ TRAINED = {
 @pytest.mark.parametrize("change", TRAINED.values(), ids=TRAINED)
 def test_a_batch_that_is_changed_by_trained_parameters_is_refused(change, kind):
     _, hooks, call = watched(change, kind)
-    hooks.watch(refuses=True)
+    hooks.watch()
     with pytest.raises(ConfigError, match=r"changes the batch by net\.\w+.*training_step"):
         call()
     hooks.end()
@@ -108,7 +120,7 @@ def test_a_batch_of_slots_has_changed():
         batch.x = batch.x + module.net.bias.detach()
 
     trainer, hooks, _ = watched(change, "callback")
-    hooks.watch(refuses=True)
+    hooks.watch()
     with pytest.raises(ConfigError):
         KINDS["callback"](trainer, Slots(torch.ones(2, 3)))
     hooks.end()
@@ -122,14 +134,14 @@ def test_a_static_hook_is_left_alone():
 
     trainer = SimpleNamespace(lightning_module=Static(None), datamodule=None, callbacks=[])
     hooks = BatchHooks(trainer, trainer.lightning_module, [])
-    hooks.watch(refuses=True)
+    hooks.watch()
     assert trainer.lightning_module.on_after_batch_transfer(3, 0) == 3
     hooks.end()
 
 
 def test_a_batch_whose_entries_are_replaced_has_changed():
     _, hooks, call = watched(replaced, "callback")
-    hooks.watch(refuses=True)
+    hooks.watch()
     with pytest.raises(ConfigError):
         call()
     hooks.end()
@@ -166,7 +178,7 @@ def test_others_are_accepted(change, kind):
     _, hooks, call = watched(change, kind)
     classes = [OfModule, OfData, OfCallback, Module]
     before = [dict(vars(each)) for each in classes]
-    hooks.watch(refuses=True)
+    hooks.watch()
     call()
     assert hooks.check() is None  # a rank that gives its state compares nothing
     hooks.end()
@@ -189,7 +201,7 @@ COMPARED = {
 @pytest.mark.parametrize(("change", "restore", "name"), COMPARED.values(), ids=COMPARED)
 def test_what_a_replacement_reads_is_compared_with_what_it_gets(change, restore, name):
     trainer, hooks, call = watched(change)
-    hooks.watch(refuses=False)
+    hooks.watch(partial(Kept, trainer.lightning_module))
     call()
     hooks.note()
     with torch.no_grad():
@@ -201,7 +213,7 @@ def test_what_a_replacement_reads_is_compared_with_what_it_gets(change, restore,
 
 def test_a_restore_that_is_repeated_is_compared_with_what_was_there_first():
     trainer, hooks, call = watched(in_place(lambda it: it.teacher.bias))
-    hooks.watch(refuses=False)
+    hooks.watch(partial(Kept, trainer.lightning_module))
     call()
     for _ in range(2):
         hooks.note()
@@ -217,9 +229,9 @@ def test_a_replacement_keeps_its_batch_and_its_random_numbers():
 
     found = []
     for watches in (False, True):
-        _, hooks, call = watched(change)
+        trainer, hooks, call = watched(change)
         if watches:
-            hooks.watch(refuses=False)
+            hooks.watch(partial(Kept, trainer.lightning_module))
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
@@ -228,9 +240,22 @@ def test_a_replacement_keeps_its_batch_and_its_random_numbers():
     assert all(map(torch.equal, *found))
 
 
+def test_a_hook_counts_once():
+    def change(module, batch):
+        module.scale += 1
+        return {"x": batch["x"] + module.scale}
+
+    trainer, hooks, call = watched(change)
+    hooks.watch(partial(Kept, trainer.lightning_module))
+    assert float(call()["x"].max()) == 3.0
+    hooks.note()
+    assert trainer.lightning_module.scale == 2.0
+    hooks.check()
+
+
 def test_what_was_not_read_or_has_not_changed_is_the_same():
     trainer, hooks, call = watched(in_place(lambda it: it.scale + it.mean))
-    hooks.watch(refuses=False)
+    hooks.watch(partial(Kept, trainer.lightning_module))
     call()
     hooks.note()
     trainer.lightning_module.losses.append(2.0)
