@@ -505,7 +505,8 @@ class FitRecovery(NullFitRecovery):
         check_limit(trainer, worlds, follows_world=follows_world)
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
-        if self.member.world.size > 1 and steps_done(trainer) == 0:  # watched code runs eagerly, each time the same
+        has_peers = self.member.world.size > 1 or self.elastic is not None
+        if has_peers and steps_done(trainer) == 0:  # where all runs begin: compiled code that is watched runs eagerly
             self.window.batch_hooks.watch()
         self._is_checked = True
 
