@@ -10,7 +10,13 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.lightning.local_state import LoggedMeans, load_local_state
+from hyperpod_plugins.lightning.local_state import (
+    CountedStart,
+    LoggedMeans,
+    LoggedStart,
+    MetricStates,
+    load_local_state,
+)
 from hyperpod_plugins.lightning.shown_values import ShownValues, put_tables, tables_of
 from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.local_state import BUFFERS
@@ -246,3 +252,58 @@ def test_a_malformed_state_of_a_peer_is_refused(changes):
             state.load_described({**described, key: value})
     with pytest.raises(CheckpointMismatch):
         state.load_described([1])
+
+
+def log_mean(trainer, name, value):
+    results = trainer.fit_loop.epoch_loop._results
+    results.log("on_train_batch_start", name, torch.tensor(value), on_step=False, on_epoch=True, batch_size=1)
+
+
+def mean_of(trainer, name):
+    return float(trainer.fit_loop.epoch_loop._results[f"on_train_batch_start.{name}"].compute())
+
+
+def test_what_was_logged_before_the_state_came_is_in_the_sum_once():
+    """A replacement logs in a hook before its step; the sum that it gets has what its predecessor logged there."""
+    lost, replacement = trained()[0], trained()[0]
+    for value in (1.0, 2.0, 6.0):
+        log_mean(lost, "x", value)
+    log_mean(replacement, "x", 6.0)
+    log_mean(replacement, "new", 4.0)
+    means = LoggedMeans(replacement)
+    means.load_state_dict(unpack(pack(LoggedMeans(lost).state_dict())))
+    means.take_awaited()
+    assert (mean_of(replacement, "x"), mean_of(replacement, "new")) == (3.0, 4.0)
+    log_mean(replacement, "x", 7.0)
+    assert mean_of(replacement, "x") == 4.0
+
+
+def test_what_hooks_have_logged_and_counted_is_undone_more_than_once():
+    trainer, _ = trained()
+    means, metrics = LoggedMeans(trainer), {"metric": MeanMetric(), "unused": MeanMetric()}
+    log_mean(trainer, "x", 1.0)
+    metrics["metric"].update(2.0)
+    start = LoggedStart(means), CountedStart(MetricStates(metrics), {})
+    before = means.state_dict()
+    for _ in range(2):
+        log_mean(trainer, "x", 3.0)
+        log_mean(trainer, "new", 5.0)
+        metrics["metric"].update(8.0)
+        metrics["unused"].update(1.0)
+        for each in start:
+            each.put_back()
+        assert means.state_dict() == before
+        assert [*trainer.fit_loop.epoch_loop._results] == ["on_train_batch_start.x"]
+        assert (float(metrics["metric"].compute()), metrics["unused"]._update_count) == (2.0, 0)
+
+
+def test_results_of_a_former_epoch_do_not_come_back():
+    """They would be reduced first, and a replacement does not know them."""
+    trainer, _ = trained()
+    log_mean(trainer, "old", 1.0)
+    trainer.fit_loop.epoch_loop._results.reset()
+    start = LoggedStart(LoggedMeans(trainer))
+    trainer.fit_loop.epoch_loop._results.clear()  # as an epoch begins
+    log_mean(trainer, "new", 5.0)
+    start.put_back()
+    assert [*trainer.fit_loop.epoch_loop._results] == []
