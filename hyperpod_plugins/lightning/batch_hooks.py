@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError, StateLost, format_list
-from hyperpod_plugins.lightning.compat import Callback, Trainer, callbacks_of, is_overridden
+from hyperpod_plugins.lightning.compat import Callback, Trainer, callbacks_of, is_overridden, original
 from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
 from hyperpod_plugins.recovery.kept_state import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
@@ -148,10 +148,12 @@ class BatchHooks:
             result = function(this, *args, **named)
             if copied is not None and len(args) > index:
                 again = functools.partial(function, this, *args[:index], copied, *args[index + 1 :], **named)
-                kept = self._keep()
+                kept, state = self._keep(), _state_of(owner)
                 with _random_numbers_put_back(), contextlib.suppress(Exception):
                     self._call(name, copied, again)
                 kept.put_back()
+                if state:
+                    original(owner, "load_state_dict")(state)
             return result
         result = self._call(name, batch, functools.partial(function, this, *args, **named))
         found = self._trained()
@@ -262,6 +264,11 @@ def _wrap(cls: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
 def _looked_up(note: Callable[[object, str], None], function: Callable[..., Any], this: object, key: str) -> Any:
     note(this, key)
     return function(this, key)
+
+
+def _state_of(owner: object) -> dict[str, Any]:
+    """A copy of the state of a callback that has one, which is not among the attributes that are kept."""
+    return copy.deepcopy(original(owner, "state_dict")()) if isinstance(owner, Callback) else {}
 
 
 def _uses_no_values(func: Any) -> bool:

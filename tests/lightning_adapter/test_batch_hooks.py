@@ -253,6 +253,27 @@ def test_a_hook_counts_once():
     hooks.check()
 
 
+def test_a_hook_of_a_callback_with_a_state_counts_once():
+    class Counts(OfCallback):
+        count = 0
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    trainer = SimpleNamespace(lightning_module=Module(None), datamodule=None, callbacks=[Counts()])
+    hooks = BatchHooks(trainer, trainer.lightning_module, [*attributes_of(trainer).values()])
+    hooks.watch(partial(Kept, trainer.lightning_module))
+    KINDS["callback"](trainer, {"x": torch.ones(1)})
+    hooks.end()
+    assert trainer.callbacks[0].count == 1
+
+
 def test_what_was_not_read_or_has_not_changed_is_the_same():
     trainer, hooks, call = watched(in_place(lambda it: it.scale + it.mean))
     hooks.watch(partial(Kept, trainer.lightning_module))
