@@ -182,14 +182,15 @@ class BatchHooks:
     def _reading(self, read: set[str]) -> Generator[None]:
         """Context that adds the names of the parameters, buffers and attributes that are read to `read`."""
         tensors = {memory: name for name, each in self._tensors() if (memory := _memory_of(each)) is not None}
-        places = {(id(owner), key): place for each in self._attributes for place, (owner, key) in each.places().items()}
+        attributes = () if self._keep is None else self._attributes  # only a replacement may have others
+        places = {(id(owner), key): place for each in attributes for place, (owner, key) in each.places().items()}
 
         def note(owner: object, key: str) -> None:
             place = places.get((id(owner), key))
             if place is not None:
                 read.add(place)
 
-        owners = {type(owner) for each in self._attributes for owner, _ in each.places().values()}
+        owners = {type(owner) for each in attributes for owner, _ in each.places().values()}
         with ExitStack() as undo:
             for owner in owners:
                 undo.callback(_wrap(owner, "__getattribute__", functools.partial(_looked_up, note)))
