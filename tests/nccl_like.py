@@ -11,6 +11,7 @@
 do so. Groups for threads beside the step (snapshots, saves) stay with gloo, as on GPU machines.
 """
 
+import functools
 import queue
 import threading
 import time
@@ -292,6 +293,18 @@ class NcclLike:
         return Gloo().is_connection_error(error)
 
 
+def _blocking(read):
+    """A method that reads the memory of a tensor past the dispatcher, which blocks as one of a device's tensor does."""
+
+    @functools.wraps(read)
+    def reading(tensor, *args, **kwargs):
+        if threading.current_thread() is threading.main_thread() and not HostBlocks.depth:
+            stream.block()
+        return read(tensor, *args, **kwargs)
+
+    return reading
+
+
 def install():
     """Let all groups of this process that are made from now on be queued."""
     if isinstance(groups.AUTOMATIC[0], NcclLike):
@@ -299,4 +312,6 @@ def install():
     groups.AUTOMATIC = (NcclLike(), *groups.AUTOMATIC)
     groups.TRANSPORTS = (NcclLike(), *groups.TRANSPORTS)
     RECORDERS["cpu"] = stream.record
+    for name in ("tolist", "numpy", "__array__"):
+        setattr(torch.Tensor, name, _blocking(getattr(torch.Tensor, name)))
     _mode.__enter__()
