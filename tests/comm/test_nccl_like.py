@@ -39,6 +39,21 @@ def waits_are_queued():
     return is_queued, total, None if seen is None else seen[0].name
 
 
+def reads_of_memory_block():
+    """`tolist` and `numpy` of a device's tensor copy it, which waits; here they read past the dispatcher."""
+    rank = int(os.environ["RANK"])
+    join(rank)
+    found = []
+    for read in (torch.Tensor.tolist, lambda tensor: tensor.numpy().tolist()):
+        value = torch.full((3,), float(rank + 1))
+        if rank == 1:
+            time.sleep(0.3)
+        dist.all_reduce(value)
+        found.append(read(value))
+    dist.destroy_process_group()
+    return found
+
+
 def errors_do_not_surface():
     from hyperpod_plugins.comm.runtime import runtime  # not a copy that came with this function
 
@@ -69,6 +84,11 @@ def test_a_wait_returns_at_once_and_the_host_blocks_where_it_computes():
     assert is_queued
     assert key == "world"
     assert total == other_total == 9.0
+
+
+@pytest.mark.spawns
+def test_what_reads_memory_past_the_dispatcher_blocks_too():
+    assert run_ranks(reads_of_memory_block, world_size=2) == [[[3.0] * 3] * 2] * 2
 
 
 @pytest.mark.spawns
