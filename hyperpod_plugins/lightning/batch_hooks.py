@@ -15,10 +15,10 @@ called a second time with a copy of the batch, and this call is watched. What it
 back.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
+import logging
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,6 +39,7 @@ from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
 from hyperpod_plugins.recovery.kept_state import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
 
+_log = logging.getLogger(__name__)
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _START, _END = "on_train_batch_start", "on_train_batch_end"
 _DEPTH = 8
@@ -142,14 +143,14 @@ class BatchHooks:
         index = 2 if name == _START and isinstance(owner, Callback) else 0
         batch = args[index] if len(args) > index else named.get("batch")
         if self._keep is not None:
-            copied = None  # of a type that cannot be copied
-            with contextlib.suppress(Exception):
+            copied = None
+            with _told_of_errors(name):
                 copied = copy.deepcopy(batch)
             result = function(this, *args, **named)
             if copied is not None and len(args) > index:
                 again = functools.partial(function, this, *args[:index], copied, *args[index + 1 :], **named)
                 kept, state = self._keep(), _state_of(owner)
-                with _random_numbers_put_back(), contextlib.suppress(Exception):
+                with _random_numbers_put_back(), _told_of_errors(name):
                     self._call(name, copied, again)
                 kept.put_back()
                 if state:
@@ -275,7 +276,7 @@ def _state_of(owner: object) -> dict[str, Any]:
 def _uses_no_values(func: Any) -> bool:
     """Whether an operation only makes a view of a tensor, or a new tensor of its form."""
     name = str(func).removeprefix("aten.")
-    return func.is_view or name.startswith(("new_", "detach")) or "_like." in name
+    return getattr(func, "is_view", False) or name.startswith(("new_", "detach")) or "_like." in name
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
@@ -284,6 +285,20 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None
     local = local_tensor(tensor)
     return local.untyped_storage()._cdata if local.numel() else None  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _told_of_errors(name: str) -> Generator[None]:
+    """Context that warns of an error in it, which only the watch of a hook has met, and goes on."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 (whatever a hook of the program raises)
+        _log.warning(
+            "whether %s has changed the first batch of this replacement by state that differs between ranks could not "
+            "be checked, as its batch could not be copied, or a second call failed",
+            name,
+            exc_info=True,
+        )
 
 
 @contextmanager

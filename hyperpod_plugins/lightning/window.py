@@ -268,10 +268,7 @@ class AccumulationWindow:
     def _hooks_start(self) -> HooksStart:
         if not self.batch_hooks.are_before:
             return HooksStart(self._module_start())
-        return HooksStart(self._module_start(), self._counted_start(), self._logged_start())
-
-    def _logged_start(self) -> LoggedStart:
-        return LoggedStart(self._means)
+        return HooksStart(self._module_start(), self._counted_start(), LoggedStart(self._means))
 
     def _counted_start(self) -> CountedStart:
         return CountedStart(self._metrics, self._local.of_program)
@@ -622,9 +619,10 @@ class AccumulationWindow:
         if begun is None:
             yield
             return
-        now = HooksStart(self._module_start(), logged=self._logged_start())
         if isinstance(begun, ModuleStart):
             begun = HooksStart(begun)
+        logged = None if begun.logged is None else LoggedStart(self._means)
+        now = HooksStart(self._module_start(), logged=logged)
         begun.put_back_but_counted()
         try:
             with self._groups.as_before_hooks() if and_groups else nullcontext():

@@ -17,7 +17,7 @@ from hyperpod_plugins.lightning.local_state import attributes_of
 
 
 class Module(pl.LightningModule):
-    def __init__(self, change, hook="on_after_batch_transfer"):
+    def __init__(self, change):
         super().__init__()
         self.net, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3)
         self.teacher.requires_grad_(False)
@@ -102,7 +102,7 @@ def test_a_batch_that_is_changed_by_trained_parameters_is_refused(change, kind):
     with pytest.raises(ConfigError, match=r"changes the batch by net\.\w+.*training_step"):
         call()
     hooks.end()
-    call()  # nobody watches
+    call()  # is not watched any more
 
 
 def replaced(module, batch):
@@ -272,6 +272,22 @@ def test_a_hook_of_a_callback_with_a_state_counts_once():
     KINDS["callback"](trainer, {"x": torch.ones(1)})
     hooks.end()
     assert trainer.callbacks[0].count == 1
+
+
+def test_a_second_call_that_fails_is_told(caplog):
+    calls = []
+
+    def change(module, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise KeyError("once")
+        return {"x": batch["x"] + module.scale}
+
+    trainer, hooks, call = watched(change)
+    hooks.watch(partial(Kept, trainer.lightning_module))
+    assert float(call()["x"].max()) == 2.0
+    hooks.end()
+    assert "whether on_after_batch_transfer has changed the first batch" in caplog.text
 
 
 def test_what_was_not_read_or_has_not_changed_is_the_same():

@@ -264,10 +264,11 @@ class OwnCurriculum(Plain):
 
     def on_train_epoch_end(self):
         self.of_epoch.clear()
-        super().on_train_epoch_end()
 
 
 class Guided(Plain):
+    """Changes batches by a trained parameter."""
+
     def on_train_batch_start(self, batch, index):
         with torch.no_grad():
             batch[0].add_(local_tensor(self.net.head.bias).mean())
@@ -654,7 +655,7 @@ TOLD = {
     "guided": "on_train_batch_start of Guided changes the batch by net.head.bias",
     "finds_rate": "LearningRateFinder trains, and then returns to a checkpoint, before the first step",
 }
-"""Words with which programs are refused, or those that a job says which restarts from a checkpoint."""
+"""Words with which programs are refused."""
 
 
 if __name__ == "__main__":
