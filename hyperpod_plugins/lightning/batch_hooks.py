@@ -15,6 +15,7 @@ called a second time with a copy of the batch, and this call is watched. What it
 back.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -143,18 +144,25 @@ class BatchHooks:
         index = 2 if name == _START and isinstance(owner, Callback) else 0
         batch = args[index] if len(args) > index else named.get("batch")
         if self._keep is not None:
-            copied = None
-            with _told_of_errors(name):
+            copied, is_compared = None, False
+            with contextlib.suppress(Exception):
                 copied = copy.deepcopy(batch)
             result = function(this, *args, **named)
             if copied is not None and len(args) > index:
                 again = functools.partial(function, this, *args[:index], copied, *args[index + 1 :], **named)
                 kept, state = self._keep(), _state_of(owner)
-                with _random_numbers_put_back(), _told_of_errors(name):
+                with _random_numbers_put_back(), contextlib.suppress(Exception):
                     self._call(name, copied, again)
+                    is_compared = True
                 kept.put_back()
                 if state:
                     original(owner, "load_state_dict")(state)
+            if not is_compared:
+                _log.warning(
+                    "whether %s has changed the first batch of this replacement by state that differs between ranks "
+                    "could not be checked: its batch could not be copied, or a second call failed",
+                    name,
+                )
             return result
         result = self._call(name, batch, functools.partial(function, this, *args, **named))
         found = self._trained()
@@ -285,20 +293,6 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None
     local = local_tensor(tensor)
     return local.untyped_storage()._cdata if local.numel() else None  # pyright: ignore[reportPrivateUsage]
-
-
-@contextmanager
-def _told_of_errors(name: str) -> Generator[None]:
-    """Context that warns of an error in it, which only the watch of a hook has met, and goes on."""
-    try:
-        yield
-    except Exception:  # noqa: BLE001 (whatever a hook of the program raises)
-        _log.warning(
-            "whether %s has changed the first batch of this replacement by state that differs between ranks could not "
-            "be checked, as its batch could not be copied, or a second call failed",
-            name,
-            exc_info=True,
-        )
 
 
 @contextmanager
