@@ -89,6 +89,14 @@ def preserve_generators() -> Generator[None]:
         _spare.append(inside)
 
 
+@contextmanager
+def keyed_generators(kind: str, *key: object) -> Generator[None]:
+    """Context in which the global generators draw the stream of a key; restores them on exit. See `keyed_seed`."""
+    with preserve_generators():
+        seed_host_generators(keyed_seed(kind, *key))
+        yield
+
+
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 

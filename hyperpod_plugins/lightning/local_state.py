@@ -248,16 +248,22 @@ class LoggedMeans:
 class CountedStart:
     """The states of metrics, and of objects that the program has registered, at one moment."""
 
-    def __init__(self, metrics: MetricStates, registered: Mapping[str, RankLocalState]) -> None:
-        """Copy them."""
+    def __init__(
+        self,
+        metrics: MetricStates,
+        registered: Mapping[str, RankLocalState],
+        given: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Copy them, but for those that are given."""
+        given = given or {}
         self._metrics, self._registered = metrics, registered
-        self._counted = metrics.state_dict()
-        self._states = {name: each.state_dict() for name, each in registered.items()}
+        self._counted = given.get(METRICS_OF_EPOCH, metrics.state_dict())
+        self._states = {name: given.get(name, each.state_dict()) for name, each in registered.items()}
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
         """The copies, by the names under which the objects are registered."""
-        return ({} if self._metrics.is_empty else {_METRICS_OF_EPOCH: self._counted}) | self._states
+        return ({} if self._metrics.is_empty else {METRICS_OF_EPOCH: self._counted}) | self._states
 
     def put_back(self) -> None:
         """Restore them; they are copied once more, since what is put back may change in place."""
@@ -269,14 +275,31 @@ class CountedStart:
 class LoggedStart:
     """What has been logged for the epoch at one moment."""
 
-    def __init__(self, means: LoggedMeans) -> None:
-        """Copy it; results of former epochs, all of which have been reset, are left out."""
+    def __init__(self, means: LoggedMeans, sums: dict[str, Any] | None = None) -> None:
+        """Copy it, but for the sums if they are given; results of former epochs, all of which are reset, are left out.
+
+        Args:
+            means: of the trainer.
+            sums: see `LoggedMeans.state_dict`.
+        """
         self._means = means
         results: dict[str, Any] = means.results
         if all(each.has_reset or not each._update_count for each in results.values()):
             results = {}
         self._results = [(key, result, dict(vars(result))) for key, result in results.items()]
         self._begun = means.begun
+        found = {} if sums is None else _sums_in(sums)
+        for key, result, values in self._results if sums is not None else ():
+            if result.is_tensor and result.meta.on_epoch:
+                values.update({name: found.get(key, {}).get(name, zero) for name, zero in result._defaults.items()})
+
+    def is_same_as(self, other: "LoggedStart") -> bool:
+        """Whether nothing has been logged between the two."""
+        one, two = (
+            [(key, values["_update_count"], values["has_reset"]) for key, _, values in each._results]
+            for each in (self, other)
+        )
+        return one == two
 
     def put_back(self) -> None:
         """Restore it."""
@@ -344,7 +367,8 @@ def _fill(metric: Any, values: dict[str, Any]) -> None:
 _HYPERPARAMETERS = "_hparams", "_hparams_name", "_hparams_initial"
 """Attributes that modules and data modules have from the first look at `hparams` on."""
 _DATA_MODULE = LightningDataModule.__mro__
-_METRICS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}"
+METRICS_OF_EPOCH, MEANS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}", f"logged means {EPOCH_SUFFIX}"
+"""Names under which they are registered."""
 
 
 def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
@@ -382,7 +406,7 @@ def is_of_lightning(cls: type[Callback]) -> bool:
 def load_local_state(trainer: Trainer, values: dict[str, dict[str, Any]]) -> None:
     """Restore buffers and metrics from what `LocalStates.state` returned after a fit."""
     buffers, metrics = BufferStates(trainer.lightning_module), MetricStates(metrics_of(trainer))
-    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, metrics)):
+    for name, state in ((BUFFERS, buffers), (METRICS_OF_EPOCH, metrics)):
         state.load_state_dict(values.get(name, {}))
 
 
@@ -398,12 +422,12 @@ def register_all(
     """Register a Trainer's rank-local state, and return the objects that must be told about steps and repairs."""
     means, values, buffers = LoggedMeans(trainer), ShownValues(trainer), BufferStates(module)
     metrics = MetricStates(metrics_of(trainer))
-    for name, state in ((BUFFERS, buffers), (_METRICS_OF_EPOCH, metrics)):
+    for name, state in ((BUFFERS, buffers), (METRICS_OF_EPOCH, metrics)):
         if not state.is_empty:  # the same on all ranks
             states.register(name, state)
     if average is not None and not buffers.is_empty:
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
-    states.register(f"logged means {EPOCH_SUFFIX}", means)
+    states.register(MEANS_OF_EPOCH, means)
     states.register("logged values", values, is_repeated=True)
     for name, attributes in attributes_of(trainer).items():
         if not attributes.is_empty:

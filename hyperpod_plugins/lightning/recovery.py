@@ -33,6 +33,7 @@ from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
 from hyperpod_plugins.recovery.layouts import form_initial_world
 from hyperpod_plugins.recovery.local_state import RankLocalState
 from hyperpod_plugins.recovery.packing import on_own_device
+from hyperpod_plugins.recovery.rng import random_state, set_random_state
 
 
 class CheckpointlessRecovery(Callback):
@@ -144,6 +145,11 @@ class NullRecovery:
         """See `RecoveryEngine.saved`."""
         return None
 
+    @property
+    def keys_random_numbers(self) -> bool:
+        """Whether random numbers depend on the place in the program where they are drawn; see `data.random_numbers`."""
+        return False
+
     def prepare(self, trainer: Trainer) -> None:
         """Prepare a trainer whose process has just joined the process group, but is not connected to the others."""
 
@@ -229,6 +235,8 @@ class TrainerRecovery(NullRecovery):
         self.engine.begin_entry(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
         self.member.collectives.begin_set_up(entries.number)
         self._broadcasts: Counter[str] = Counter()
+        self._at_set_up: tuple[int, dict[str, Any]] = -1, {}
+        """Number of the last entry whose set-up has begun, and the state of the random generators then."""
 
     @property
     @override
@@ -245,12 +253,27 @@ class TrainerRecovery(NullRecovery):
     def saved(self) -> SavedCheckpoints | None:
         return self.engine.saved
 
+    @property
+    @override
+    def keys_random_numbers(self) -> bool:
+        return self.options.step_keyed_random
+
     @override
     def prepare(self, trainer: Trainer) -> None:
+        if self.keys_random_numbers:
+            self._begin_set_up()
         if group_health.is_unavailable:
             prepare_data_alone(trainer)
             if self.member.is_joining:
                 continue_runs(self.member, entries.number, trainer.loggers)
+
+    def _begin_set_up(self) -> None:
+        """Have hooks of the set-up (`setup`) draw the same numbers each time that the loops of a fit are entered."""
+        number, state = self._at_set_up
+        if number == entries.number:
+            set_random_state(state)
+        else:
+            self._at_set_up = entries.number, random_state()
 
     @override
     def create_groups(self, topology: Topology) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -64,7 +64,7 @@ from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
 from hyperpod_plugins.lightning.trainer_entries import entries
-from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, copy_collections, rank_local_part, untracked
+from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, prepare_loader_hooks, rank_local_part, untracked
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage, averaging_callback
 from hyperpod_plugins.parallel import (
     ParallelConfig,
@@ -301,12 +301,13 @@ class HyperPodStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Join the process group and build the device mesh."""
         trainer = self._trainer
-        copy_collections(trainer)
         if not self._recovery.is_active:
             self._recovery = create_recovery(trainer, self.config, self._env, ranks_per_node=self.num_processes)
         recovery = self._recovery
         self._rank_and_world_size = recovery.rank_and_world_size or self._rank_and_world_size
         self._checkpoints.saved = recovery.saved
+        is_keyed = recovery.keys_random_numbers
+        prepare_loader_hooks(trainer, (self.config.random_seed, entries.number) if is_keyed else None)
         self._join()
         recovery.prepare(trainer)
         if self._elastic is None:

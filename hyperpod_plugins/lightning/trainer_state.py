@@ -11,6 +11,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
 from types import NoneType
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hyperpod_plugins.data.random_numbers import keyed_generators
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.lightning.compat import (
     Callback,
@@ -483,18 +485,27 @@ def _made_in(trainer: Trainer, source: Any, epochs: tuple[int, int], undo: list[
         counts.completed = present
 
 
-def copy_collections(trainer: Trainer) -> None:
-    """Give the loops copies of each `CombinedLoader` of the program, from now on.
+def prepare_loader_hooks(trainer: Trainer, key: tuple[object, ...] | None) -> None:
+    """Let the hooks that create loaders be called any number of times in a fit, from now on.
 
-    Lightning replaces the loaders in it by those that it has processed for the present world, and would process these
-    when a fit is entered again.
+    The loops get copies of each `CombinedLoader` of the program: Lightning replaces the loaders in it by those that it
+    has processed for the present world, and would process these when a fit is entered again. Random numbers that
+    `train_dataloader` and `val_dataloader` draw (`random_split`) depend on the epoch in which the loaders are due: a
+    replacement calls these hooks at another time, and less often.
+
+    Args:
+        trainer: about to fit.
+        key: of these random numbers, besides hook and epoch; None to leave them as they are.
     """
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-        override(loop._data_source, "dataloader", partial(_copied, loop._data_source))
+        override(loop._data_source, "dataloader", partial(_created, trainer, loop._data_source, key))
 
 
-def _copied(source: Any) -> Any:
-    loaders = original(source, "dataloader")()
+def _created(trainer: Trainer, source: Any, key: tuple[object, ...] | None) -> Any:
+    epoch = trainer.current_epoch if vars(trainer)["reload_dataloaders_every_n_epochs"] else 0
+    is_hook = key is not None and source.is_module()
+    with keyed_generators("loaders", *(key or ()), source.name, epoch) if is_hook else nullcontext():
+        loaders = original(source, "dataloader")()
     return copy.copy(loaders) if isinstance(loaders, CombinedLoader) else loaders
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.errors import CheckpointMismatch, StateLost
 from hyperpod_plugins.lightning.batch_hooks import BatchHooks
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
@@ -24,7 +24,15 @@ from hyperpod_plugins.lightning.compat import (
     override,
     restore,
 )
-from hyperpod_plugins.lightning.local_state import CountedStart, LoggedMeans, LoggedStart, MetricStates, attributes_of
+from hyperpod_plugins.lightning.local_state import (
+    MEANS_OF_EPOCH,
+    METRICS_OF_EPOCH,
+    CountedStart,
+    LoggedMeans,
+    LoggedStart,
+    MetricStates,
+    attributes_of,
+)
 from hyperpod_plugins.lightning.loggers import LoggedRows
 from hyperpod_plugins.lightning.reentry import is_stateful
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks
@@ -59,6 +67,7 @@ from hyperpod_plugins.recovery.kept_state import (
     local_tensor,
 )
 from hyperpod_plugins.recovery.local_state import LocalStates
+from hyperpod_plugins.recovery.packing import are_same
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
@@ -245,7 +254,7 @@ class AccumulationWindow:
         if self.is_empty:
             self._hooks.begin_part(self._trainer, BATCH)
             self._begins_at = self._batches.processed
-            if self.batch_hooks.are_any and (self._before_hooks is None or self._hooks.part == BATCH):
+            if self._may_hooks_write and (self._before_hooks is None or self._hooks.part == BATCH):
                 self._begin_hooks()
 
     def begin_part(self, part: str) -> None:
@@ -253,12 +262,17 @@ class AccumulationWindow:
         self._hooks.begin_part(self._trainer, part)
         self.part = None
         self._before_hooks = None
-        if part == EPOCH_BEGIN and self.batch_hooks.are_any:
+        if part == EPOCH_BEGIN and self._may_hooks_write:
             self._begin_hooks()
         if part in (EVALUATION_BEGIN, EPOCH_END, FIT_END) and self.is_empty and not self._trainer.sanity_checking:
             self._local.begin_part(steps_done(self._trainer))
             begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
             self.part = PartStart(begun, copy.deepcopy(self._local.state()), self._module_start())
+
+    @property
+    def _may_hooks_write(self) -> bool:
+        """Whether hooks of the program run in a window before its last micro-step is computed."""
+        return self.batch_hooks.are_before or (self.batch_hooks.are_any and self._trainer.accumulate_grad_batches != 1)
 
     def _begin_hooks(self) -> None:
         """Note what hooks that precede a step may write: they run again if the loops are entered there."""
@@ -427,6 +441,7 @@ class AccumulationWindow:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
         self._callbacks = callbacks
+        states.before_hooks = self._states_before_hooks
 
     def shown_values(self) -> Tables:
         """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""
@@ -650,6 +665,8 @@ class AccumulationWindow:
             StateLost: this rank's first batch depends on state that it has received only now.
         """
         self.batch_hooks.note()
+        hooks_start = self._before_hooks if self.entered_with and rank in plan.senders else None
+        have_counted = hooks_start is not None and self._have_counted_since(hooks_start)
         self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
         hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
@@ -667,6 +684,54 @@ class AccumulationWindow:
         if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
         self.batch_hooks.check()
+        if hooks_start is not None:
+            self._before_hooks = self._hooks_start_of_lost(hooks_start, have_counted, begins_epoch=begins_epoch)
+
+    def _states_before_hooks(self) -> dict[str, dict[str, Any]] | None:
+        """See `LocalStates.before_hooks`."""
+        begun = self._before_hooks
+        if begun is None or not self.batch_hooks.are_before:
+            return None
+        counted = None if begun.counted is None else begun.counted
+        with self._as_before_hooks(begun):
+            return {**self._local.state(), **({} if counted is None else counted.states)}
+
+    def _have_counted_since(self, begun: HooksStart) -> bool:
+        """Whether hooks before the step have logged, or have changed metrics or registered objects."""
+        if begun.counted is None or begun.logged is None:
+            return False
+        is_same = are_same(begun.counted.states, self._counted_start().states)
+        return not (is_same and begun.logged.is_same_as(LoggedStart(self._means)))
+
+    def _hooks_start_of_lost(self, own: HooksStart, have_counted: bool, *, begins_epoch: bool) -> HooksStart | None:
+        """State from before the hooks that precede the step, once this joiner has its predecessor's.
+
+        Args:
+            own: what this process had there, before it had the predecessor's state.
+            have_counted: whether its own hooks have logged, or changed metrics or registered objects.
+            begins_epoch: whether the step is the first of an epoch.
+
+        Raises:
+            StateLost: the predecessor was lost in such hooks, and nobody has what they had counted.
+        """
+        if self._local.taken.is_as_committed and have_counted and not begins_epoch:
+            raise StateLost(
+                "a hook before the step has logged, or changed a metric or a registered object, and its rank was lost "
+                "before its step began. Log and count in training_step"
+            )
+        given, own_parts = self._local.taken.before, self._local.taken.own_parts
+        present, states = self._module_start(), {**self._local.state(), **given}
+        own.module.put_back()
+        self._local.load_again(states, own_parts)
+        module = self._module_start()
+        present.put_back()
+        if own.counted is None or own.logged is None:
+            return HooksStart(module)
+        kept = {*own_parts, *({METRICS_OF_EPOCH, MEANS_OF_EPOCH} - given.keys() if begins_epoch else ())}
+        of_own = {name: state for name, state in own.counted.states.items() if name in kept}
+        counted = CountedStart(self._metrics, self._local.of_program, {**given, **of_own})
+        sums = given.get(MEANS_OF_EPOCH)
+        return HooksStart(module, counted, own.logged if MEANS_OF_EPOCH in kept else LoggedStart(self._means, sums))
 
     can_undo_exceptions = CAN_RESET
 

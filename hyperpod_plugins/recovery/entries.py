@@ -5,7 +5,6 @@ its own entries. Since all processes run the same program, the same number stand
 """
 
 import logging
-import random
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 
 from hyperpod_plugins.comm import group_health
@@ -35,6 +33,7 @@ from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.plan import RecoveryLevel
+from hyperpod_plugins.recovery.rng import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 _APART = (
@@ -153,7 +152,7 @@ def save_entry_values(folder: Path, number: int, worker_id: int, values: dict[st
     path = _path_of_rank(folder, number, worker_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
-    torch.save({"values": values, "random": _random_state()}, draft)
+    torch.save({"values": values, "random": random_state()}, draft)
     draft.replace(path)
 
 
@@ -179,7 +178,7 @@ def load_entry_values(folder: Path, number: int, worker_id: int) -> tuple[dict[s
         )
     with torch.serialization.safe_globals([PosixPath, PurePosixPath]):
         kept = torch.load(path, weights_only=True, map_location=on_own_device)
-    return kept["values"], partial(_set_random_state, kept["random"])
+    return kept["values"], partial(set_random_state, kept["random"])
 
 
 def state_folder(folder: Path, number: int) -> Path:
@@ -189,25 +188,3 @@ def state_folder(folder: Path, number: int) -> Path:
 
 def _path_of_rank(folder: Path, number: int, worker_id: int) -> Path:
     return folder / f"{number}.rank-{worker_id}.pt"
-
-
-def _random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = numpy_state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "python": (version, list(words), gauss),
-        "numpy": (name, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -35,6 +35,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -65,6 +66,8 @@ BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
 _WHOLE, _DIGEST = b"w", b"d"
 """First byte of a state, which says whether it follows, or only a digest because it is too large to be sent."""
+_AS_BEGUN, _AS_COMMITTED = b"\0", b"\1"
+"""Whether a state that a joiner gets is that of a step's beginning, after its first hooks, or that after a commit."""
 _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
@@ -176,8 +179,25 @@ def _on_devices_of(present: Any, value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How a joiner got the state of its predecessor."""
+
+    is_as_committed: bool = False
+    """Whether it is that right after a commit, without what hooks that precede the next step write."""
+    before: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """States from `LocalStates.before` or `LocalStates.before_hooks`, as far as they differ."""
+    own_parts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """The parts that the joiner has kept, by state, as its own hooks have written them."""
+
+
 class LocalStates:
     """Rank-local state of this process and of its source rank (the rank whose buddy it is)."""
+
+    before_hooks: Callable[[], dict[str, dict[str, Any]] | None] = staticmethod(lambda: None)
+    """Returns the states from before the hooks that precede the present step; None if none have been called."""
+    taken = Taken()
+    """How this rank, if it is a joiner, got its predecessor's state."""
 
     def __init__(
         self,
@@ -376,11 +396,13 @@ class LocalStates:
                 values = states.get(name, {})
                 state.load_state_dict(state.fitting(values) if is_of_another_job else values)
 
-    def load_again(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Load buffers and attributes once more, which hooks of the program may have reset since."""
+    def load_again(
+        self, states: Mapping[str, dict[str, Any]], leave: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        """Load buffers and attributes once more, but for parts in `leave`; hooks may have reset them since."""
         for name in (BUFFERS, *self._of_replica):
             if name in self._states and name in states:
-                self._states[name].load_state_dict(states[name])
+                self._states[name].load_state_dict(states[name], (leave or {}).get(name, ()))
 
     def return_to(self, step: int) -> None:
         """Restore this rank's state as it was right after `step` commits, if it has been there."""
@@ -414,9 +436,10 @@ class LocalStates:
         self._ward_gives = None
         self._is_after_part = False
         """Whether a part outside steps has begun, or a save has ended, since the last exchange of a vote."""
-        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
+        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = self._as_begun_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
-        of the last repair, whose state the source rank has sent; and step that has begun last."""
+        of the last repair, whose state the source rank has sent; step that has begun last; and step of the last repair
+        if hooks that precede it had been called."""
 
     def exchange(self, step: int, *, is_beginning: bool = False) -> bool:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
@@ -586,6 +609,7 @@ class LocalStates:
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
         self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
         self._kept_at_commits = dict(self._kept)
+        self._as_begun_at = -1 if self.before_hooks() is None else step
 
     def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
         """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
@@ -652,22 +676,24 @@ class LocalStates:
             if giver == self._rank
         }
         giver = givers.get(self._rank)
-        receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES]}
+        receives = {} if giver is None else {giver: [1, _LARGEST_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
             return b"", {}
         received = self._channel.exchange("the state of lost ranks", sends=sends, receives=receives)
-        data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"")
+        flag, data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"", b"")
+        self.taken = Taken(is_as_committed=flag == _AS_COMMITTED)
         return data, unpack(leave) if leave else {}
 
     def _given_as_equal(self) -> list[bytes]:
         """This rank's state, of whatever size, for a joiner whose predecessor had the same."""
-        return [self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
+        return [_AS_BEGUN, self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
 
     def _take(
         self, step: int, data: bytes, leave: dict[str, dict[str, bool]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
+        self.taken = replace(self.taken, before={}, own_parts={name: {*parts} for name, parts in leave.items()})
         if not _is_whole(data):
             data = b""
         if not data and self._first is not None and step == self.begins_at:
@@ -697,6 +723,7 @@ class LocalStates:
     ) -> None:
         """Load states that were kept for this rank, but for the parts in `leave`."""
         before = found.pop(_BEFORE, {})
+        self.taken = replace(self.taken, before=before)
         empty = {name for name, each in self._of_program.items() if each.begins_empty} if self._grows else ()
         for name, state in self._states.items():
             if begins_epoch and name.endswith(EPOCH_SUFFIX):
@@ -713,9 +740,10 @@ class LocalStates:
         An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
         """
         states = self._kept_at_commits if self.is_at_commit else self._kept
+        flag = _AS_BEGUN if step in (self._late_at, self._as_begun_at) and not self.is_at_commit else _AS_COMMITTED
         data, written = states.get(step, b""), self._written_since(step)
         if not (_is_whole(data) and written):
-            return [data, pack({name: dict.fromkeys(parts, False) for name, parts in written.items()})]
+            return [flag, data, pack({name: dict.fromkeys(parts, False) for name, parts in written.items()})]
         own, kept = _unpacked(self._own[step]), _unpacked(data)
         equal = [name for name in written if name in self._of_program and are_same(own.get(name), kept.get(name))]
         leave = {name: self._were_equal(name, parts, own, kept) for name, parts in written.items() if name not in equal}
@@ -724,7 +752,7 @@ class LocalStates:
             before = {name: state for name, state in present.get(_BEFORE, {}).items() if name in equal}
             kept |= {name: present[name] for name in equal} | ({_BEFORE: before} if before else {})
             data = self._packed(kept)
-        return [data, pack(leave)]
+        return [flag, data, pack(leave)]
 
     def _were_equal(
         self, name: str, parts: Sequence[str], own: Mapping[str, Any], kept: Mapping[str, Any]
@@ -754,7 +782,8 @@ class LocalStates:
 
     def _present_with_before(self) -> dict[str, dict[str, Any]]:
         present = self._present()
-        before = {name: state for name, state in self.before.items() if not are_same(state, present.get(name))}
+        begun = {**self.before, **(self.before_hooks() or {})}
+        before = {name: state for name, state in begun.items() if not are_same(state, present.get(name))}
         return {**present, _BEFORE: before} if before else present
 
     def _note_written(self, step: int, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> None:

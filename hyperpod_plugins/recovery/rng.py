@@ -3,6 +3,10 @@
 Random numbers for reading data depend on the sample instead; see `data.random_numbers`.
 """
 
+import random
+from typing import Any
+
+import numpy as np
 import torch
 
 from hyperpod_plugins.data.random_numbers import keyed_seed, seed_host_generators
@@ -39,3 +43,27 @@ def seed_micro_step(seed: int, step: int, micro_step: int, data_rank: int, part:
     seed_host_generators(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)
+
+
+def random_state() -> dict[str, Any]:
+    """State of the generators of torch (CPU and current CUDA device), Python and NumPy, as plain data."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": (version, list(words), gauss),
+        "numpy": (name, torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

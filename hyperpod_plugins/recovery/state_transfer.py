@@ -423,12 +423,18 @@ def to_python_numbers(optimizers: Iterable[Optimizer]) -> None:
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
 """Keys of a parameter group that name its parameters."""
+_PYTHON_SCALARS = bool, int, float, str, type(None)
+"""Most hyperparameters: they need no conversion, which takes longer than all else here, in each step."""
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer without their parameters."""
     return [
-        {key: to_python_scalars(value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+        {
+            key: value if type(value) in _PYTHON_SCALARS else to_python_scalars(value)
+            for key, value in group.items()
+            if key not in NOT_HYPERPARAMETERS
+        }
         for group in optimizer.param_groups
     ]
 

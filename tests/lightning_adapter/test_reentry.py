@@ -22,7 +22,7 @@ from hyperpod_plugins.lightning.local_state import LoggedMeans
 from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks, rest_of_epoch
 from hyperpod_plugins.lightning.trainer_entries import entries
-from hyperpod_plugins.lightning.trainer_state import copy_collections
+from hyperpod_plugins.lightning.trainer_state import prepare_loader_hooks
 from hyperpod_plugins.recovery import Member, abort
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -196,7 +196,7 @@ def test_a_collection_of_loaders_stays_as_the_program_has_made_it():
     """Lightning writes the loaders of the present world into it."""
     loaders = torch.utils.data.DataLoader(torch.ones(4, 4)), torch.utils.data.DataLoader(torch.ones(4, 4))
     given, trainer = CombinedLoader({"one": loaders[0], "other": loaders[1]}, "min_size"), trainer_with()
-    copy_collections(trainer)
+    prepare_loader_hooks(trainer, None)
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._data_source.instance = given
         for _ in range(2):
@@ -205,6 +205,29 @@ def test_a_collection_of_loaders_stays_as_the_program_has_made_it():
             assert made._mode == "min_size"
             made.flattened = ["of this", "world"]
             assert made.iterables == {"one": "of this", "other": "world"}
+
+
+def test_loader_hooks_draw_numbers_of_the_epoch_in_which_loaders_are_due():
+    module, trainer = Module(), trainer_with(reload_dataloaders_every_n_epochs=1)
+    module.train_dataloader = lambda: torch.rand(3).tolist()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+
+    def drawn(key, epoch):
+        torch.manual_seed(epoch)  # what was drawn before does not matter
+        before = torch.get_rng_state()
+        source = trainer.fit_loop._data_source
+        source.instance, source.name = module, "train_dataloader"
+        prepare_loader_hooks(trainer, key)
+        trainer.fit_loop.epoch_progress.current.completed = epoch
+        numbers = source.dataloader()
+        assert key is None or torch.equal(torch.get_rng_state(), before)
+        return numbers
+
+    first, second = drawn((0, 1), 0), drawn((0, 1), 1)
+    assert first == drawn((0, 1), 0) != second == drawn((0, 1), 1)
+    assert first != drawn((0, 2), 0)
+    assert drawn(None, 0) != first
 
 
 @pytest.mark.slow_single

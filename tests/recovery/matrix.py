@@ -4,7 +4,8 @@
 
 Prints a line a job while it runs, and a table at the end; exits with 1 if a cell failed. `test_matrix.py` runs a part.
 Faults of several phases come one after the other in one job, at steps of their own. Where that job fails it is run
-again with one half of the phases each, down to the one that fails by itself.
+again with one half of the phases each, down to the one that fails by itself; if none does, and all fail together a
+second time, all have failed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ except ImportError:  # collected by pytest
     from recovery.faults import Job, left_processes, run_job
 
 KINDS = {"kill": "SIGKILL", "stop": "SIGSTOP", "raise": "exception", "segfault": "SIGSEGV"}
-PROGRAMS = ("hsdp", "tensor", "full", "convolution", "ema", "muon", "accumulation", "manual")
+PROGRAMS = ("hsdp", "tensor", "full", "convolution", "ema", "muon", "accumulation", "manual", "counting")
 PHASES = {
     "setup": ("setup 1 3",),  # before the first step
     "fetch": ("fetch 1 1",),
@@ -186,7 +187,10 @@ class Matrix:
         if why.startswith("refused"):
             return [self._outcome(cells, phase, "refused", why) for phase in cells.phases]
         if why and len(cells.phases) > 1 and why != _CALM_FAILED:
-            return [outcome for half in cells.split() for outcome in self._outcomes(half)]
+            found = [outcome for half in cells.split() for outcome in self._outcomes(half)]
+            if any(each.outcome != "ok" for each in found) or not (why := self._judge(cells)[0]):
+                return found
+            return [replace(each, outcome="FAILED", why=f"only together, twice: {why}") for each in found]
         if why:
             say(log)
         return [self._outcome(cells, phase, "FAILED" if why else "ok", why) for phase in cells.phases]

@@ -493,6 +493,35 @@ class Reloaded(Plain):
         return DataLoader(Augmented(40 + 8 * self.current_epoch), BATCH, shuffle=True)
 
 
+class SplitInLoaders(Plain):
+    """Divides its samples anew whenever loaders are made."""
+
+    def train_dataloader(self):
+        samples, _ = random_split(Augmented(48), [32, 16])
+        return DataLoader(samples, BATCH, shuffle=True)
+
+    def val_dataloader(self):
+        _, samples = random_split(Augmented(48), [32, 16])
+        return DataLoader(samples, BATCH)
+
+
+class SplitInSetup(L.LightningDataModule):
+    """Divides its samples in a hook that is called again if the loops are re-entered."""
+
+    def setup(self, stage):
+        self.train, self.held_out = random_split(Augmented(48), [32, 16])
+        self.noise = torch.randn(8)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, BATCH, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.held_out, BATCH)
+
+    def on_after_batch_transfer(self, batch, index):
+        return batch[0] + self.noise, batch[1]
+
+
 class Data(L.LightningDataModule):
     """Changes batches by what it has counted."""
 
@@ -619,6 +648,9 @@ PROGRAMS = {
     "unfreezing": lambda: (Plain(), shuffled(), {"callbacks": [Unfreezing()]}),
     "weighted": lambda: (Plain(), drawn(WeightedRandomSampler(torch.rand(80, generator=generator(3)), 80)), {}),
     "reloaded": lambda: (Reloaded(), None, {"reload_dataloaders_every_n_epochs": 1}),
+    "splits": lambda: (SplitInLoaders(), None, {"reload_dataloaders_every_n_epochs": 1}),
+    "splits_once": lambda: (SplitInLoaders(), None, {}),
+    "split_in_setup": lambda: (Plain(), SplitInSetup(), {"reload_dataloaders_every_n_epochs": 1}),
     "bf16": lambda: (Plain(), shuffled(), {"precision": "bf16-mixed"}),
     "own_batches": lambda: (Plain(), own_batches(), {"use_distributed_sampler": False}),
     "callbacks": lambda: (
@@ -660,7 +692,10 @@ TOLD = {
 
 if __name__ == "__main__":
     name, folder = sys.argv[1:]
-    L.seed_everything(5, workers=True)
+    if name == "split_in_setup":
+        torch.manual_seed(5)  # Lightning repeats only its own, each time that the loops are entered
+    else:
+        L.seed_everything(5, workers=True)
     module, data, options = PROGRAMS[name]()
     degree = options.pop("hybrid_shard_degree", 1)
     saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3)
@@ -678,5 +713,7 @@ if __name__ == "__main__":
     )
     if isinstance(data, L.LightningDataModule):
         trainer.fit(module, datamodule=data)
+    elif isinstance(module, SplitInLoaders):
+        trainer.fit(module)
     else:
         trainer.fit(module, data, DataLoader(Augmented(16), BATCH))

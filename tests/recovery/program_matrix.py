@@ -132,10 +132,11 @@ class Linear(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        kind = {"convolution": Convolution, "muon": Linear}.get(PROGRAM, Mixer)
+        kind = {"convolution": Convolution, "counting": Convolution, "muon": Linear}.get(PROGRAM, Mixer)
         self.layers = nn.ModuleList([kind() for _ in range(2)])
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
         if self.training:
@@ -169,10 +170,19 @@ class Module(pl.LightningModule):
         self.automatic_optimization = PROGRAM != "manual"
         self.net = Net()
         self.judge = Net() if PROGRAM == "manual" else None
-        self.mean = MeanMetric()
+        self.mean, self.before, self.num_batches, self.last = MeanMetric(), MeanMetric(), 0, 0.0
 
     def loss(self, batch):
         return (self.net(batch) - batch).square().mean()
+
+    def on_train_batch_start(self, batch, index):
+        """Nothing that a hook before the step writes or logs may be lost, or count twice."""
+        if PROGRAM == "counting":
+            self.net.seen.add_(batch.mean())
+            self.num_batches, self.last = self.num_batches + 1, float(batch.mean())
+            self.before(batch.mean())
+            self.log("before", self.before, on_step=False, on_epoch=True)
+            self.log("seen", self.net.seen.clone() + self.num_batches, on_step=False, on_epoch=True)
 
     def training_step(self, batch, index):
         if PROGRAM == "manual":
@@ -274,6 +284,7 @@ def state_of(trainer, module, ema):
         state[f"{index}.lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
     state |= {f"ema.{number}": shard for number, shard in enumerate(ema.shards)}
     state |= {f"metric.{name}": value for name, value in trainer.callback_metrics.items()}
+    state["own"] = torch.tensor([module.num_batches, module.last])
     state["step"] = torch.tensor([trainer.global_step, trainer.current_epoch])
     return {name: value.clone() for name, value in state.items()}
 
