@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -46,12 +47,15 @@ class Part:
     """Whether each step changes what a rank has of its own: a buffer and a logged mean."""
     samples: int
     """Of a rank and step: the cost is the same for each step, so its share depends on how long a step takes."""
+    has_hook: bool = False
+    """Whether the module has a hook that precedes the step, so that what it may write is copied as well."""
 
 
 _CHANGES = "each step changes a buffer and a logged mean"
 PARTS = (
     Part("Nothing fails", False, workload.BATCH),
     Part(f"Nothing fails, and {_CHANGES}", True, workload.BATCH),
+    Part(f"Nothing fails, {_CHANGES}, and a hook precedes it", True, workload.BATCH, has_hook=True),
     Part(f"Nothing fails, {_CHANGES}, and has four times the samples", True, 4 * workload.BATCH),
 )
 OFF, ON, CONTROL = "recovery off", "recovery on", "recovery off again (control)"
@@ -67,7 +71,7 @@ class Switch:
         self.strategy, self.recovery = strategy, strategy._recovery
         assert isinstance(self.recovery.fit, FitRecovery)
         self.fit = self.recovery.fit
-        strategy.precision_plugin.when_fetched = _nothing  # a batch is fetched in the turn before its own
+        self.when_fetched = strategy.precision_plugin.when_fetched
 
     def turn(self, *, is_on: bool) -> None:
         """Begin a turn; what one without recovery has changed would look like what a hook writes after a step."""
@@ -75,16 +79,15 @@ class Switch:
         if local._last is not None:
             local._last = local.state()
         self.strategy._recovery = self.recovery if is_on else NullRecovery()
-        if is_on:
-            self.fit.seed_batch()
+        self.strategy.precision_plugin.when_fetched = self.when_fetched if is_on else _nothing
 
 
 def _nothing() -> None:
-    """Called after a batch was fetched."""
+    """Called when a batch was fetched."""
 
 
 class Module(pl.LightningModule):
-    """The workload; each batch begins when its turn does, with recovery on or off."""
+    """The workload; each batch is fetched when its turn begins, with recovery on or off."""
 
     def __init__(self, turns: Iterator[int], schedule: harness.Schedule, part: Part) -> None:
         super().__init__()
@@ -98,13 +101,19 @@ class Module(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self.switch.attach(self.trainer.strategy)
+        loop = self.trainer.fit_loop.epoch_loop
+        advance = loop.advance
+
+        def take_turn(fetcher: Any) -> None:
+            step = next(self.turns, None)
+            self.switch.turn(is_on=step is None or is_on(step, self.schedule))
+            if step is None:
+                raise StopIteration  # ends the epoch
+            advance(fetcher)
+
+        loop.advance = take_turn
         gc.collect()
         gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
-        step = next(self.turns, None)
-        self.switch.turn(is_on=step is None or is_on(step, self.schedule))
-        return -1 if step is None else None  # -1 ends the epoch
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)
@@ -118,6 +127,13 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return workload.make_loader(self.global_rank, WORLD_SIZE, self.part.samples)
+
+
+class ModuleWithHook(Module):
+    """With a hook that precedes each step."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        """Writes nothing, which nobody can know."""
 
 
 def is_on(step: int, schedule: harness.Schedule) -> bool:
@@ -149,7 +165,8 @@ def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, part: P
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Module(turns, schedule, part))
+    kind = ModuleWithHook if part.has_hook else Module
+    trainer.fit(kind(turns, schedule, part))
 
 
 def compare(schedule: harness.Schedule, part: Part) -> harness.Comparison:
