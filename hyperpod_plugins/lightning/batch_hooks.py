@@ -15,6 +15,9 @@ called a second time with a copy of the batch, and this call is watched. What it
 back.
 """
 
+# Metrics have no public list of their states.
+# pyright: reportPrivateUsage=false
+
 import contextlib
 import copy
 import functools
@@ -31,13 +34,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchmetrics import Metric
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError, StateLost, format_list
 from hyperpod_plugins.lightning.compat import Callback, Trainer, callbacks_of, is_overridden, original
+from hyperpod_plugins.lightning.local_state import metrics_of
 from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
 from hyperpod_plugins.recovery.kept_state import local_tensor
+from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same
 
 _log = logging.getLogger(__name__)
@@ -72,7 +78,9 @@ class BatchHooks:
         self.are_before = any(name != _END for _, name in hooks)
         """Whether such hooks run before a step."""
         self._changing = [each for each in hooks if each[1] in (*_TRANSFERS, _START)]
-        self._model, self._attributes = model, attributes
+        self._model, self._attributes, self._metrics = model, attributes, metrics_of(trainer)
+        self.registered: Mapping[str, ProgramState] = {}
+        """Objects that the program has registered as rank-local state."""
         self._keep: Callable[[], CanPutBack] | None = None
         self._is_watching = False
         self._undo: Callable[[], None] | None = None
@@ -191,15 +199,18 @@ class BatchHooks:
     def _reading(self, read: set[str]) -> Generator[None]:
         """Context that adds the names of the parameters, buffers and attributes that are read to `read`."""
         tensors = {memory: name for name, each in self._tensors() if (memory := _memory_of(each)) is not None}
-        attributes = () if self._keep is None else self._attributes  # only a replacement may have others
-        places = {(id(owner), key): place for each in attributes for place, (owner, key) in each.places().items()}
+        found = {} if self._keep is None else self._places()  # only a replacement may have others
+        places = {(id(owner), key): place for place, (owner, key) in found.items()}
+
+        registered = {} if self._keep is None else {id(each.stateful): name for name, each in self.registered.items()}
 
         def note(owner: object, key: str) -> None:
-            place = places.get((id(owner), key))
+            place = places.get((id(owner), key)) or registered.get(id(owner))
             if place is not None:
                 read.add(place)
 
-        owners = {type(owner) for each in attributes for owner, _ in each.places().values()}
+        owners = {type(owner) for owner, _ in found.values()}
+        owners |= {type(each.stateful) for each in self.registered.values()} if registered else set()
         with ExitStack() as undo:
             for owner in owners:
                 undo.callback(_wrap(owner, "__getattribute__", functools.partial(_looked_up, note)))
@@ -210,12 +221,23 @@ class BatchHooks:
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()
 
+    def _places(self) -> dict[str, tuple[object, str]]:
+        """Owner and name of each attribute, and of each state of a metric, by its name for people."""
+        found = {place: named for each in self._attributes for place, named in each.places().items()}
+        return found | {f"{name}.{key}": (metric, key) for name, metric, key in self._states_of_metrics()}
+
+    def _states_of_metrics(self) -> Iterable[tuple[str, Metric, str]]:
+        for name, metric in self._metrics.items():
+            for key in (*metric._defaults, "_update_count"):
+                yield name, metric, key
+
     def _present(self) -> dict[str, Any]:
         """By name, all that `_reading` may find but trained parameters; attributes packed."""
         found: dict[str, Any] = {name: local_tensor(each) for name, each in self._tensors() if not each.requires_grad}
         for each in self._attributes:
             found |= each.packed()
-        return found
+        found |= {f"{name}.{key}": vars(metric)[key] for name, metric, key in self._states_of_metrics()}
+        return found | {name: each.state_dict() for name, each in self.registered.items()}
 
 
 class _Operands(TorchDispatchMode):
@@ -292,7 +314,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     local = local_tensor(tensor)
-    return local.untyped_storage()._cdata if local.numel() else None  # pyright: ignore[reportPrivateUsage]
+    return local.untyped_storage()._cdata if local.numel() else None
 
 
 @contextmanager
@@ -308,13 +330,14 @@ def _random_numbers_put_back() -> Generator[None]:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    """A copy in host memory of a tensor, or of a list of them; anything else as it is."""
+    return tree_map_only(torch.Tensor, lambda each: each.detach().cpu().clone(), value)
 
 
 def _form(value: Any, depth: int = 0) -> Any:
     """What tells whether a batch is still the same: its objects, versions of tensors, and what containers hold."""
     if isinstance(value, torch.Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version  # pyright: ignore[reportPrivateUsage]
+        return _Same(value), 0 if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return _Same(value), value.tobytes()
     if isinstance(value, str | bytes | int | float | bool | None):

@@ -441,7 +441,7 @@ class AccumulationWindow:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
         self._callbacks = callbacks
-        states.before_hooks = self._states_before_hooks
+        states.before_hooks, self.batch_hooks.registered = self._states_before_hooks, states.of_program
 
     def shown_values(self) -> Tables:
         """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""

@@ -294,7 +294,7 @@ class LocalStates:
         return self._states
 
     @property
-    def of_program(self) -> Mapping[str, RankLocalState]:
+    def of_program(self) -> Mapping[str, ProgramState]:
         """Those of them that the program has registered."""
         return self._of_program
 

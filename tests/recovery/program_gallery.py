@@ -274,6 +274,53 @@ class Guided(Plain):
             batch[0].add_(local_tensor(self.net.head.bias).mean())
 
 
+class MetricCurriculum(Plain):
+    """Each rank changes its batches by a metric of what its own batches were."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        return x + 0.01 * (self.metric.mean_value if self.metric.update_called else 0.0), y
+
+    def training_step(self, batch, index):
+        self.metric.update(batch[0].mean())
+        return super().training_step(batch, index)
+
+
+class Temperature:
+    """State that neither an attribute nor a buffer holds."""
+
+    def __init__(self):
+        self.value = 1.0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class RegisteredCurriculum(Plain):
+    """Each rank changes its batches by an object that it has registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = Temperature()
+
+    def setup(self, stage):
+        self.trainer.strategy.register_rank_local("temperature", self.temperature)
+
+    def on_train_batch_start(self, batch, index):
+        batch[0].mul_(self.temperature.value)
+
+    def training_step(self, batch, index):
+        self.temperature.value = 0.9 * self.temperature.value + 0.01 * float(batch[0].mean())
+        return super().training_step(batch, index)
+
+
 class LogsBefore(Plain):
     """Logs means and updates a metric before each step."""
 
@@ -604,6 +651,8 @@ PROGRAMS = {
         {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
     ),
     "own_curriculum": lambda: (OwnCurriculum(), shuffled(), {}),
+    "metric_curriculum": lambda: (MetricCurriculum(), shuffled(), {}),
+    "registered_curriculum": lambda: (RegisteredCurriculum(), shuffled(), {}),
     "logs_before": lambda: (LogsBefore(), shuffled(), {}),
     "sharded_logs_before": lambda: (
         LogsBefore(),
