@@ -293,14 +293,6 @@ class LoggedStart:
             if result.is_tensor and result.meta.on_epoch:
                 values.update({name: found.get(key, {}).get(name, zero) for name, zero in result._defaults.items()})
 
-    def is_same_as(self, other: "LoggedStart") -> bool:
-        """Whether nothing has been logged between the two."""
-        one, two = (
-            [(key, values["_update_count"], values["has_reset"]) for key, _, values in each._results]
-            for each in (self, other)
-        )
-        return one == two
-
     def put_back(self) -> None:
         """Restore it."""
         results = self._means.results

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import CheckpointMismatch, StateLost
+from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.lightning.batch_hooks import BatchHooks
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
@@ -67,7 +67,6 @@ from hyperpod_plugins.recovery.kept_state import (
     local_tensor,
 )
 from hyperpod_plugins.recovery.local_state import LocalStates
-from hyperpod_plugins.recovery.packing import are_same
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
@@ -418,6 +417,7 @@ class AccumulationWindow:
     def begin_commit(self) -> None:
         """End the step's undo record: the step is being committed."""
         self._beginning.close()
+        self._before_hooks = None
 
     def close(self) -> None:
         """Empty the window after its step was committed."""
@@ -441,7 +441,8 @@ class AccumulationWindow:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
         self._callbacks = callbacks
-        states.before_hooks, self.batch_hooks.registered = self._states_before_hooks, states.of_program
+        states.before_hooks, states.has_taken = self._states_before_hooks, self._begin_hooks_of_lost
+        self.batch_hooks.registered = states.of_program
 
     def shown_values(self) -> Tables:
         """Shown values in the form that `ShownValues.load_described` takes; inside a step, those at its beginning."""
@@ -665,8 +666,6 @@ class AccumulationWindow:
             StateLost: this rank's first batch depends on state that it has received only now.
         """
         self.batch_hooks.note()
-        hooks_start = self._before_hooks if self.entered_with and rank in plan.senders else None
-        have_counted = hooks_start is not None and self._have_counted_since(hooks_start)
         self._local.keep_first(plan.step, plan.senders)
         self._state.share(plan.senders)
         hooks_state = self._local.send_to_joiners(plan.senders, lambda: rank_local_of(self._trainer, self._hooks))
@@ -684,41 +683,26 @@ class AccumulationWindow:
         if entered is not None and self.entered_within_step:
             load_hyperparameters(entered.get(GROUPS, []), self._state.optimizers)
         self.batch_hooks.check()
-        if hooks_start is not None:
-            self._before_hooks = self._hooks_start_of_lost(hooks_start, have_counted, begins_epoch=begins_epoch)
 
-    def _states_before_hooks(self) -> dict[str, dict[str, Any]] | None:
+    def _states_before_hooks(self) -> dict[str, dict[str, Any]]:
         """See `LocalStates.before_hooks`."""
         begun = self._before_hooks
         if begun is None or not self.batch_hooks.are_before:
-            return None
-        counted = None if begun.counted is None else begun.counted
+            return {}
         with self._as_before_hooks(begun):
-            return {**self._local.state(), **({} if counted is None else counted.states)}
+            return {**self._local.state(), **({} if begun.counted is None else begun.counted.states)}
 
-    def _have_counted_since(self, begun: HooksStart) -> bool:
-        """Whether hooks before the step have logged, or have changed metrics or registered objects."""
-        if begun.counted is None or begun.logged is None:
-            return False
-        is_same = are_same(begun.counted.states, self._counted_start().states)
-        return not (is_same and begun.logged.is_same_as(LoggedStart(self._means)))
+    def _begin_hooks_of_lost(self, begins_epoch: bool) -> None:
+        """Have the state from before the hooks that precede the step be the predecessor's, which this joiner has now.
 
-    def _hooks_start_of_lost(self, own: HooksStart, have_counted: bool, *, begins_epoch: bool) -> HooksStart | None:
-        """State from before the hooks that precede the step, once this joiner has its predecessor's.
-
-        Args:
-            own: what this process had there, before it had the predecessor's state.
-            have_counted: whether its own hooks have logged, or changed metrics or registered objects.
-            begins_epoch: whether the step is the first of an epoch.
-
-        Raises:
-            StateLost: the predecessor was lost in such hooks, and nobody has what they had counted.
+        Until here it was that of this process, whose hooks have run before it got that state.
         """
-        if self._local.taken.is_as_committed and have_counted and not begins_epoch:
-            raise StateLost(
-                "a hook before the step has logged, or changed a metric or a registered object, and its rank was lost "
-                "before its step began. Log and count in training_step"
-            )
+        own = self._before_hooks
+        if own is not None and self.entered_with:
+            self._means.take_awaited()
+            self._before_hooks = self._hooks_start_of_lost(own, begins_epoch=begins_epoch)
+
+    def _hooks_start_of_lost(self, own: HooksStart, *, begins_epoch: bool) -> HooksStart:
         given, own_parts = self._local.taken.before, self._local.taken.own_parts
         present, states = self._module_start(), {**self._local.state(), **given}
         own.module.put_back()

@@ -66,8 +66,6 @@ BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
 _WHOLE, _DIGEST = b"w", b"d"
 """First byte of a state, which says whether it follows, or only a digest because it is too large to be sent."""
-_AS_BEGUN, _AS_COMMITTED = b"\0", b"\1"
-"""Whether a state that a joiner gets is that of a step's beginning, after its first hooks, or that after a commit."""
 _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
@@ -183,8 +181,6 @@ def _on_devices_of(present: Any, value: Any) -> Any:
 class Taken:
     """How a joiner got the state of its predecessor."""
 
-    is_as_committed: bool = False
-    """Whether it is that right after a commit, without what hooks that precede the next step write."""
     before: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """States from `LocalStates.before` or `LocalStates.before_hooks`, as far as they differ."""
     own_parts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -194,8 +190,10 @@ class Taken:
 class LocalStates:
     """Rank-local state of this process and of its source rank (the rank whose buddy it is)."""
 
-    before_hooks: Callable[[], dict[str, dict[str, Any]] | None] = staticmethod(lambda: None)
-    """Returns the states from before the hooks that precede the present step; None if none have been called."""
+    before_hooks: Callable[[], dict[str, dict[str, Any]]] = dict
+    """Returns the states from before the hooks that precede the present step; empty if none have been called."""
+    has_taken: Callable[[bool], object] = staticmethod(lambda begins_epoch: None)
+    """Called in a joiner that has got its predecessor's state; with whether the step is the first of an epoch."""
     taken = Taken()
     """How this rank, if it is a joiner, got its predecessor's state."""
 
@@ -356,10 +354,10 @@ class LocalStates:
     def _may_differ(self, step: int, name: str, own: dict[str, Any], kept: dict[str, Any]) -> bool:
         """Whether the parts of a state that code after a commit has written may have got other values elsewhere.
 
-        They may if they had, as of the vote.
+        They may if they had, as of the vote; and what was counted, since the source rank's part of it is lost.
         """
         if are_same(own, kept):
-            return False
+            return name.endswith(EPOCH_SUFFIX)
         state = self._states[name]
         parts = self._parts_written.get(name, set()) if self._begun_at == step else state.written(own)
         return not parts or not parts.isdisjoint(state.written(own, kept))
@@ -436,10 +434,9 @@ class LocalStates:
         self._ward_gives = None
         self._is_after_part = False
         """Whether a part outside steps has begun, or a save has ended, since the last exchange of a vote."""
-        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = self._as_begun_at = -1
+        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
         """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
-        of the last repair, whose state the source rank has sent; step that has begun last; and step of the last repair
-        if hooks that precede it had been called."""
+        of the last repair, whose state the source rank has sent; and step that has begun last."""
 
     def exchange(self, step: int, *, is_beginning: bool = False) -> bool:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
@@ -598,6 +595,7 @@ class LocalStates:
         if self._rank in targets:
             self._is_new = True
             self._take(step, data, leave, targets, begins_epoch)
+            self.has_taken(begins_epoch)
         self._at_commits = {step: self._present()}
         if not self._is_active:
             return
@@ -609,7 +607,6 @@ class LocalStates:
         received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
         self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
         self._kept_at_commits = dict(self._kept)
-        self._as_begun_at = -1 if self.before_hooks() is None else step
 
     def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
         """Pass data from the ranks that give joiners their parameters to the joiners. All ranks call this.
@@ -657,8 +654,13 @@ class LocalStates:
 
     def _load_given(self, names: Collection[str], *, is_in_body: bool) -> None:
         """Continue with what this joiner was given of the program's objects with these names."""
-        for name in self._given.keys() & names:
+        loaded = self._given.keys() & names
+        for name in loaded:
             self._states[name].load_state_dict(self._given[name])
+        self.taken = Taken(
+            before=self.taken.before | {name: self._given_before[name] for name in loaded & self._given_before.keys()},
+            own_parts={name: parts for name, parts in self.taken.own_parts.items() if name not in loaded},
+        )
         if is_in_body:
             self.before = {**self._present(), **self._given_before}
 
@@ -676,24 +678,23 @@ class LocalStates:
             if giver == self._rank
         }
         giver = givers.get(self._rank)
-        receives = {} if giver is None else {giver: [1, _LARGEST_BYTES, LIMIT_BYTES]}
+        receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
             return b"", {}
         received = self._channel.exchange("the state of lost ranks", sends=sends, receives=receives)
-        flag, data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"", b"")
-        self.taken = Taken(is_as_committed=flag == _AS_COMMITTED)
+        data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"")
         return data, unpack(leave) if leave else {}
 
     def _given_as_equal(self) -> list[bytes]:
         """This rank's state, of whatever size, for a joiner whose predecessor had the same."""
-        return [_AS_BEGUN, self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
+        return [self._packed(self._present_with_before(), _LARGEST_BYTES), b""]
 
     def _take(
         self, step: int, data: bytes, leave: dict[str, dict[str, bool]], targets: Sequence[int], begins_epoch: bool
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
-        self.taken = replace(self.taken, before={}, own_parts={name: {*parts} for name, parts in leave.items()})
+        self.taken = Taken(own_parts={name: {*parts} for name, parts in leave.items()})
         if not _is_whole(data):
             data = b""
         if not data and self._first is not None and step == self.begins_at:
@@ -702,6 +703,7 @@ class LocalStates:
             return
         if not data and step:
             self._load_given(self._given.keys(), is_in_body=is_in_body)
+            self.taken = Taken(before=self._given_before)
             if self._grows:
                 return  # this rank had no process before
             lost = "was lost too" if self._buddy in targets else "does not have it"
@@ -740,10 +742,9 @@ class LocalStates:
         An object of the program that was equal on both ranks is sent as it is here now: nobody else gives it.
         """
         states = self._kept_at_commits if self.is_at_commit else self._kept
-        flag = _AS_BEGUN if step in (self._late_at, self._as_begun_at) and not self.is_at_commit else _AS_COMMITTED
         data, written = states.get(step, b""), self._written_since(step)
         if not (_is_whole(data) and written):
-            return [flag, data, pack({name: dict.fromkeys(parts, False) for name, parts in written.items()})]
+            return [data, pack({name: dict.fromkeys(parts, False) for name, parts in written.items()})]
         own, kept = _unpacked(self._own[step]), _unpacked(data)
         equal = [name for name in written if name in self._of_program and are_same(own.get(name), kept.get(name))]
         leave = {name: self._were_equal(name, parts, own, kept) for name, parts in written.items() if name not in equal}
@@ -752,7 +753,7 @@ class LocalStates:
             before = {name: state for name, state in present.get(_BEFORE, {}).items() if name in equal}
             kept |= {name: present[name] for name in equal} | ({_BEFORE: before} if before else {})
             data = self._packed(kept)
-        return [flag, data, pack(leave)]
+        return [data, pack(leave)]
 
     def _were_equal(
         self, name: str, parts: Sequence[str], own: Mapping[str, Any], kept: Mapping[str, Any]
@@ -782,7 +783,7 @@ class LocalStates:
 
     def _present_with_before(self) -> dict[str, dict[str, Any]]:
         present = self._present()
-        begun = {**self.before, **(self.before_hooks() or {})}
+        begun = {**self.before, **self.before_hooks()}
         before = {name: state for name, state in begun.items() if not are_same(state, present.get(name))}
         return {**present, _BEFORE: before} if before else present
 
