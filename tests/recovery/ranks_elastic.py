@@ -42,6 +42,10 @@ class Module(pl.LightningModule):
     def setup(self, stage):
         faults.at("setup", 0)
 
+    def on_train_batch_start(self, batch, index):
+        if option("LOGS_BEFORE", 0):  # a new rank does so before it has joined, and has no predecessor
+            self.log("before", float(index), on_step=False, on_epoch=True)
+
     def training_step(self, batch, index):
         faults.at("forward", self.global_step)
         time.sleep(option("STEP_S", 0.0))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.spawns
 def test_grown_shrunk_and_grown_again(nodes, tokens, tmp_path_factory):
     """With activations offloaded. Then a worker is lost while all test: they begin again, past the training."""
     nodes.args = (*nodes.args, "--rdzv-conf=keep_alive_interval=0.2,last_call_timeout=5")  # they meet once more
-    nodes.environ |= {"TEST": "1", "OFFLOAD": "1", "FAULTS": json.dumps([["test", 1, 1, "kill"]])}
+    nodes.environ |= {"TEST": "1", "OFFLOAD": "1", "LOGS_BEFORE": "1", "FAULTS": json.dumps([["test", 1, 1, "kill"]])}
     num_steps = nodes.go_through_sizes()
 
     environ = {"TOKENS": str(tokens), "STEPS": str(num_steps)}
