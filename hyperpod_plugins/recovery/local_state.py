@@ -591,6 +591,7 @@ class LocalStates:
         targets = sorted(sources)
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
         data, leave = self._send_states(step, dict(sources) if are_equal else givers, are_equal=are_equal)
+        late_at = self._late_at
         self.reset()
         if self._rank in targets:
             self._is_new = True
@@ -604,7 +605,11 @@ class LocalStates:
         if not data or leave or are_equal:
             data = self._packed(self._present_with_before())
         label = f"the state of one rank from which step {step} begins"
-        received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
+        try:
+            received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
+        except PeerLost:
+            self._late_at = late_at  # what is kept is still that of the beginning of the step
+            raise
         self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
         self._kept_at_commits = dict(self._kept)
 

@@ -321,6 +321,23 @@ class RegisteredCurriculum(Plain):
         return super().training_step(batch, index)
 
 
+class Resets(Plain):
+    """A metric of the last steps, equal on all ranks, which a hook resets before the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.recent = MeanMetric()
+
+    def on_train_batch_start(self, batch, index):
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        if index % 2 == 0:
+            self.recent.reset()
+
+    def training_step(self, batch, index):
+        self.recent.update(float(self.global_step + 1))
+        return (1 + 0.1 * self.recent.mean_value / self.recent.weight) * super().training_step(batch, index)
+
+
 class LogsBefore(Plain):
     """Logs means and updates a metric before each step."""
 
@@ -653,6 +670,7 @@ PROGRAMS = {
     "own_curriculum": lambda: (OwnCurriculum(), shuffled(), {}),
     "metric_curriculum": lambda: (MetricCurriculum(), shuffled(), {}),
     "registered_curriculum": lambda: (RegisteredCurriculum(), shuffled(), {}),
+    "resets": lambda: (Resets(), shuffled(), {}),
     "logs_before": lambda: (LogsBefore(), shuffled(), {}),
     "sharded_logs_before": lambda: (
         LogsBefore(),
