@@ -1,6 +1,7 @@
 """Requests from a shell: whoever lacks the ticket is refused."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -143,9 +144,16 @@ def test_only_tickets_of_this_user_are_read_and_a_bad_one_blocks_no_command(job,
     elsewhere.write_text(replace(ticket, run_id="behind a link").to_json())
     elsewhere.chmod(0o600)
     (folder / "link.ticket").symlink_to(elsewhere)
+    of_another = replace(ticket, run_id="of another user")
+    write(of_another)
+    if os.geteuid() == 0:
+        os.chown(of_another.path, 12345, -1)
+    else:
+        of_another.path.unlink()  # only root can give it away
     assert Ticket.find(None) == ticket
-    with pytest.raises(ConfigError, match="which job is meant"):
-        Ticket.find("open to others")
+    for name in ("open to others", "of another user"):
+        with pytest.raises(ConfigError, match="which job is meant"):
+            Ticket.find(name)
     write(replace(ticket, run_id="\x1b[2J", port=1, host="\x1b]0;you"))
     assert main(["status", "--run-id", "\x1b[2J"]) == 2
     assert "\x1b" not in capsys.readouterr().err
