@@ -338,6 +338,21 @@ class Resets(Plain):
         return (1 + 0.1 * self.recent.mean_value / self.recent.weight) * super().training_step(batch, index)
 
 
+class Projects(Plain):
+    """What it draws as training begins is too large to be sent to a replacement."""
+
+    def on_fit_start(self):
+        self.shifts = torch.randn(2000)
+
+    def on_train_start(self):
+        self.directions = torch.randn(500, 8)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        row = self.directions[index % len(self.directions)] + self.shifts[index]
+        return super().training_step((x + 0.1 * row, y), index)
+
+
 class LogsBefore(Plain):
     """Logs means and updates a metric before each step."""
 
@@ -671,6 +686,7 @@ PROGRAMS = {
     "metric_curriculum": lambda: (MetricCurriculum(), shuffled(), {}),
     "registered_curriculum": lambda: (RegisteredCurriculum(), shuffled(), {}),
     "resets": lambda: (Resets(), shuffled(), {}),
+    "projects": lambda: (Projects(), shuffled(), {}),
     "logs_before": lambda: (LogsBefore(), shuffled(), {}),
     "sharded_logs_before": lambda: (
         LogsBefore(),
