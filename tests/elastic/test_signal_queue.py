@@ -42,5 +42,6 @@ def test_a_signal_waits_inside_of_what_must_not_be_cut_in_two(inbox):
         get(signal.SIGTERM)
         with pytest.raises(SignalException):
             inbox.raise_pending()
+    get(signal.SIGTERM)  # as the agent logs the first one
     with pytest.raises(SignalException):
-        get(signal.SIGTERM)
+        inbox.raise_pending()

@@ -66,7 +66,7 @@ class SignalQueue:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._is_deferred = False
+        self._is_deferred = self._has_raised = False
         self._pending: list[signal.Signals] = []
         self._notices: list[signal.Signals] = []
         self._num_interrupts = 0
@@ -123,6 +123,7 @@ class SignalQueue:
         """
         self.drain()
         if self._pending:
+            self._has_raised = True
             raise _exception(self._pending.pop(0))
 
     def take_notices(self) -> list[signal.Signals]:
@@ -144,10 +145,10 @@ class SignalQueue:
             self._writer.send(b"!")
         if arrived not in self._ending:
             self._notices.append(arrived)
-        elif self._is_deferred:
+        elif self._is_deferred or self._has_raised:  # another one must not interrupt what follows the first
             self._pending.append(arrived)
         else:
-            self._is_deferred = True
+            self._has_raised = True
             raise _exception(arrived)
 
 
