@@ -585,14 +585,15 @@ class SplitInLoaders(Plain):
 
 
 class SplitInSetup(L.LightningDataModule):
-    """Divides its samples in a hook that is called again if the loops are re-entered."""
+    """Divides its samples in a hook that is called again if the loops are re-entered, and in its loaders."""
 
     def setup(self, stage):
-        self.train, self.held_out = random_split(Augmented(48), [32, 16])
+        self.train, self.held_out = random_split(Augmented(56), [40, 16])
         self.noise = torch.randn(8)
 
     def train_dataloader(self):
-        return DataLoader(self.train, BATCH, shuffle=True)
+        samples, _ = random_split(self.train, [32, 8])
+        return DataLoader(samples, BATCH, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(self.held_out, BATCH)
