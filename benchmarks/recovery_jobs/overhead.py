@@ -133,7 +133,7 @@ class ModuleWithHook(Module):
     """With a hook that precedes each step."""
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        """Writes nothing, which nobody can know."""
+        """Write nothing; recovery copies the state all the same."""
 
 
 def is_on(step: int, schedule: harness.Schedule) -> bool:

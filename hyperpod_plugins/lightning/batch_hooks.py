@@ -201,16 +201,15 @@ class BatchHooks:
         tensors = {memory: name for name, each in self._tensors() if (memory := _memory_of(each)) is not None}
         found = {} if self._keep is None else self._places()  # only a replacement may have others
         places = {(id(owner), key): place for place, (owner, key) in found.items()}
-
-        registered = {} if self._keep is None else {id(each.stateful): name for name, each in self.registered.items()}
+        objects = {} if self._keep is None else {name: each.stateful for name, each in self.registered.items()}
+        registered = {id(each): name for name, each in objects.items()}
 
         def note(owner: object, key: str) -> None:
             place = places.get((id(owner), key)) or registered.get(id(owner))
             if place is not None:
                 read.add(place)
 
-        owners = {type(owner) for owner, _ in found.values()}
-        owners |= {type(each.stateful) for each in self.registered.values()} if registered else set()
+        owners = {*(type(owner) for owner, _ in found.values()), *map(type, objects.values())}
         with ExitStack() as undo:
             for owner in owners:
                 undo.callback(_wrap(owner, "__getattribute__", functools.partial(_looked_up, note)))

@@ -175,15 +175,6 @@ class Module(pl.LightningModule):
     def loss(self, batch):
         return (self.net(batch) - batch).square().mean()
 
-    def on_train_batch_start(self, batch, index):
-        """Nothing that a hook before the step writes or logs may be lost, or count twice."""
-        if PROGRAM == "counting":
-            self.net.seen.add_(batch.mean())
-            self.num_batches, self.last = self.num_batches + 1, float(batch.mean())
-            self.before(batch.mean())
-            self.log("before", self.before, on_step=False, on_epoch=True)
-            self.log("seen", self.net.seen.clone() + self.num_batches, on_step=False, on_epoch=True)
-
     def training_step(self, batch, index):
         if PROGRAM == "manual":
             return self.by_hand(batch)
@@ -269,6 +260,17 @@ class Ema(pl.Callback):
         self.shards = state["shards"]
 
 
+class Counting(Module):
+    """Nothing that a hook before the step writes or logs may be lost, or count twice; the others have no such hook."""
+
+    def on_train_batch_start(self, batch, index):
+        self.net.seen.add_(batch.mean())
+        self.num_batches, self.last = self.num_batches + 1, float(batch.mean())
+        self.before(batch.mean())
+        self.log("before", self.before, on_step=False, on_epoch=True)
+        self.log("seen", self.net.seen.clone() + self.num_batches, on_step=False, on_epoch=True)
+
+
 def local(tensor):
     whole = tensor.detach()
     return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
@@ -316,7 +318,7 @@ def main():
         policy = HangPolicy(floor_s=4.0, factor=10.0, early_s=5.0, outside_s=6.0)
         RecoveryOptions.hangs = property(lambda _: policy)
     pl.seed_everything(1, verbose=False)
-    module, ema = Module(), Ema()
+    module, ema = Counting() if PROGRAM == "counting" else Module(), Ema()
     recovery = CheckpointlessRecovery(verify=True, replacement_timeout_s=60.0, snapshot_every_steps=2, **limits)
     per_step = 2 if PROGRAM == "manual" else 1
     trainer = pl.Trainer(

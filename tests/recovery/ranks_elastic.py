@@ -42,10 +42,6 @@ class Module(pl.LightningModule):
     def setup(self, stage):
         faults.at("setup", 0)
 
-    def on_train_batch_start(self, batch, index):
-        if option("LOGS_BEFORE", 0):  # a new rank does so before it has joined, and has no predecessor
-            self.log("before", float(index), on_step=False, on_epoch=True)
-
     def training_step(self, batch, index):
         faults.at("forward", self.global_step)
         time.sleep(option("STEP_S", 0.0))
@@ -92,6 +88,11 @@ class Module(pl.LightningModule):
         )
 
 
+class LogsBefore(Module):
+    def on_train_batch_start(self, batch, index):
+        self.log("before", float(index), on_step=False, on_epoch=True)  # before a new rank, without predecessor, joins
+
+
 class LossCurve(pl.Callback):
     """Writes down the loss over the whole global batch of each committed step."""
 
@@ -120,7 +121,7 @@ def local(tensor):
 def main():
     pl.seed_everything(1, verbose=False)
     offload.MIN_BYTES = 1
-    module = Module()
+    module = LogsBefore() if option("LOGS_BEFORE", 0) else Module()
     recovery = CheckpointlessRecovery(
         verify=True,
         replacement_timeout_s=30.0,
