@@ -28,13 +28,14 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
 )
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
-from hyperpod_plugins.elastic.scaling.learning_rates import (
+from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
+    LrScaling,
+    LRScalingRule,
     find_reference,
     publish_reference,
     warn_of_adaptive,
 )
-from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError

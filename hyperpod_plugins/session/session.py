@@ -24,13 +24,14 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
-from hyperpod_plugins.elastic.scaling.learning_rates import (
+from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
+    LrScaling,
+    LRScalingRule,
     find_reference,
     publish_reference,
     warn_of_adaptive,
 )
-from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
