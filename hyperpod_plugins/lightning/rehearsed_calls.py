@@ -12,7 +12,7 @@ from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import steps_done
 from hyperpod_plugins.recovery import TrainingState
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.rehearsed_job import MAX_EVALUATION_BATCHES, RehearsedCall, ScheduledFaults
+from hyperpod_plugins.recovery.rehearsal_jobs import MAX_EVALUATION_BATCHES, RehearsedCall, ScheduledFaults
 from hyperpod_plugins.recovery.state_digests import state_digests, value_digest
 
 _LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")

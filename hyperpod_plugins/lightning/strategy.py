@@ -83,10 +83,10 @@ from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure,
 from hyperpod_plugins.parallel.mesh import update_group_members
 from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
-from hyperpod_plugins.recovery.device_sync import completed_outside_step
 from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
+from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ from hyperpod_plugins.recovery.layouts import (
 )
 from hyperpod_plugins.recovery.local_state import ProgramState, is_metric
 from hyperpod_plugins.recovery.packing import on_own_device
-from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
+from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext
