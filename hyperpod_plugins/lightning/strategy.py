@@ -44,8 +44,7 @@ from hyperpod_plugins.lightning.compat import (
     reset_seed,
 )
 from hyperpod_plugins.lightning.datamodule import refuse_early_ends, sample_weight_of
-from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
+from hyperpod_plugins.lightning.elastic_training import ElasticState, TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
 from hyperpod_plugins.lightning.local_state import attributes_of, metrics_of
 from hyperpod_plugins.lightning.module_checks import (
