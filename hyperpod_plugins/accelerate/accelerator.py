@@ -25,9 +25,10 @@ from hyperpod_plugins.accelerate.compat import (
     get_mixed_precision_context_manager,
     get_sampler,
 )
-from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
-from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.accelerate.prepare import (
+    FiniteStepCheck,
+    HyperPodOptimizer,
+    HyperPodScheduler,
     refuse_half_loaded,
     shard_with_optimizers,
     wrap_forward,
@@ -39,7 +40,7 @@ from hyperpod_plugins.accelerate.process_state import (
     update_process_state,
     uses_cpu,
 )
-from hyperpod_plugins.accelerate.spec import AcceleratorSpec
+from hyperpod_plugins.accelerate.spec import AcceleratorSpec, HyperPodParallelism
 from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import (

@@ -49,10 +49,9 @@ from hyperpod_plugins.lightning.reentry import (
     rest_of_epoch,
     take_micro_steps,
 )
-from hyperpod_plugins.lightning.rehearsed_calls import rehearse_fit
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
-from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
+from hyperpod_plugins.lightning.trainer_entries import entries, rehearse_fit, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     LOCAL,

@@ -30,7 +30,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.topology import AXES, Topology
-from hyperpod_plugins.recovery.device_sync import completed_outside_step
+from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -7,9 +7,8 @@ from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandl
 from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors
 from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.mesh import build_data_group, build_mesh
 from hyperpod_plugins.parallel.parallelize import broadcast_from_rank_0, loss_parallel_context, parallelize
-from hyperpod_plugins.parallel.topology import Coordinates, Topology
+from hyperpod_plugins.parallel.topology import Coordinates, Topology, build_data_group, build_mesh
 
 __all__ = [
     "CheckpointWriter",

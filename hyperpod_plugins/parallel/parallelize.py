@@ -30,8 +30,7 @@ from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensor
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
 from hyperpod_plugins.memory.host_pool import HostPool
-from hyperpod_plugins.memory.offload import ActivationOffload
-from hyperpod_plugins.memory.offload_choice import AutomaticOffload
+from hyperpod_plugins.memory.offload import ActivationOffload, AutomaticOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig

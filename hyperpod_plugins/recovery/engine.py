@@ -41,7 +41,7 @@ from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
+from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_transfer import TrainingState

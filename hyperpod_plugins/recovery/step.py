@@ -30,7 +30,6 @@ from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, Recover
 from hyperpod_plugins.events import record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.abort import check_no_newer_checkpoint
-from hyperpod_plugins.recovery.device_sync import synchronize_or_raise
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import (
     NO_STATE,
@@ -53,6 +52,7 @@ from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, Replac
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
 from hyperpod_plugins.recovery.snapshot import Snapshots
+from hyperpod_plugins.recovery.watchdog import synchronize_or_raise
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

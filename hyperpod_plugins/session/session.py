@@ -24,13 +24,14 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
-from hyperpod_plugins.elastic.scaling.learning_rates import (
+from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
+    LrScaling,
+    LRScalingRule,
     find_reference,
     publish_reference,
     warn_of_adaptive,
 )
-from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
@@ -57,7 +58,7 @@ from hyperpod_plugins.recovery.layouts import (
 )
 from hyperpod_plugins.recovery.local_state import ProgramState, is_metric
 from hyperpod_plugins.recovery.packing import on_own_device
-from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
+from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext

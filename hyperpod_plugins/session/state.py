@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
-from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates
+from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks

@@ -30,8 +30,8 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publis
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.rendezvous import backends
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, connect_served, serve_store
-from hyperpod_plugins.elastic.rendezvous.expiry import request_new_round
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler, create_rendezvous
+from hyperpod_plugins.elastic.rendezvous.keep_alive import request_new_round
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment, SlotLease, SlotPolicy
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, RoundEnd
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import WorkerMonitor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.offload_choice import AutomaticOffload, DeviceSpeed, choose_offload
+from hyperpod_plugins.memory.offload import AutomaticOffload, DeviceSpeed, choose_offload
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 

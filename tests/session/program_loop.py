@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 from faults import Faults
 
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel import clip_grad_norm_

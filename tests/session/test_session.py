@@ -24,7 +24,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan

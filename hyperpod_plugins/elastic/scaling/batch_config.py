@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.policy_io import PolicyBlock, ScaleTable, batch_of, read_policy
 from hyperpod_plugins.errors import ConfigError
