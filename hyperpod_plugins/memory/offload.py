@@ -1,4 +1,4 @@
-"""Prefetching host offload of what recomputation keeps, the inputs of checkpointed blocks, and whether it pays.
+"""Prefetching host offload of what recomputation keeps: the inputs of checkpointed blocks.
 
 `ActivationOffload.attach(blocks)` surrounds each block with hooks for saved tensors. Both of torch's checkpoint
 functions save the inputs of a block through these hooks, so the inputs are copied to the host when the block begins,
@@ -15,12 +15,6 @@ first. This is the meaning of `activation_loading_horizon` in SMP v2.
 [Note: streams] A copy is ordered by events only. The tensor on the device belongs to the compute stream: it is
 allocated there, and it is freed there after that stream has waited for the copy, so the allocator may reuse the memory
 at once. The compute stream is read before a side stream is entered, never inside.
-
-[Note: whether offload pays] `activation_offload="auto"` decides this. A block of width h computes about `24 tokens h^2`
-operations in forward, and its input has `2 tokens h` bytes in bfloat16. So the copy to the host hides behind the
-computation if `h >= F / (12 B)`, for F operations and B bytes a second, whatever the length; backward has three times
-the time. What is gained, the inputs of all blocks but those that are on the device anyway, grows with the length: below
-a part of the device's memory it is not worth the host memory.
 """
 
 # Storages have no public identity.
@@ -47,9 +41,6 @@ from hyperpod_plugins.memory.recompute import is_in_backward
 log = logging.getLogger(__name__)
 MIN_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy costs more than their memory is worth."""
-LEAST_GAIN = 0.05
-"""Part of the device's memory that must be gained."""
-_MATRIX, _COPY_BYTES, _REPEATS = 4096, 64 << 20, 5
 
 
 class Copies(Protocol):
@@ -243,7 +234,7 @@ class ActivationOffload:
         pool: HostPool | None = None,
         copies: Copies | None = None,
         min_bytes: int = 0,
-        pays: Callable[[Tensor, int], bool] | None = None,
+        goes_to_host: Callable[[int], bool] | None = None,
     ) -> None:
         """Offload nothing yet; see `attach`.
 
@@ -253,15 +244,15 @@ class ActivationOffload:
             pool: Host memory; by default one of its own.
             copies: How to copy; by default as the device does.
             min_bytes: Size below which tensors stay on the device; 0 for `MIN_BYTES`.
-            pays: Whether an input, given this rank's part of it and the number of blocks, goes to the host; by default
-                each does.
+            goes_to_host: Whether the inputs of a block, given its index, go to the host; asked as it begins. By default
+                those of each block do, but for the last one.
         """
         self.horizon = horizon
         self.pool = pool or HostPool(device)
         self.copies: Copies = copies or (StreamCopies(device) if device.type == "cuda" else HostCopies())
         self._device_type = device.type
         self._min_bytes = min_bytes or MIN_BYTES
-        self._pays, self._num_blocks = pays, 0
+        self._goes_to_host = goes_to_host
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
         self._entered: list[tuple[nn.Module, saved_tensors_hooks]] = []
@@ -275,14 +266,15 @@ class ActivationOffload:
         Args:
             blocks: In the order in which the model runs them.
         """
-        self._num_blocks = len(blocks)
-        for block in blocks:
-            block.register_forward_pre_hook(partial(self._begin, block is blocks[-1]), prepend=True)
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._begin, index, block is blocks[-1]), prepend=True)
             block.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, is_last: bool, block: nn.Module, _: object) -> None:
+    def _begin(self, index: int, is_last: bool, block: nn.Module, _: object) -> None:
         if is_in_backward() or not torch.is_grad_enabled():
             return  # a recomputation, or an evaluation
+        if self._goes_to_host is not None and not self._goes_to_host(index):
+            return
         call = _Call(is_last)
         with self._lock:
             self._calls.append(ref(call))
@@ -343,7 +335,6 @@ class ActivationOffload:
             local.device.type == self._device_type
             and local.is_contiguous()
             and local.untyped_storage().nbytes() == _size(local) >= self._min_bytes  # not a part of something else
-            and (self._pays is None or self._pays(local, self._num_blocks))
         )
 
     def _is_shared(self, saved: Tensor, call: _Call) -> bool:
@@ -406,114 +397,3 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _size(tensor: Tensor) -> int:
     local = _local(tensor)
     return local.numel() * local.element_size()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpeed:
-    """What a device computes, and what the link to its host carries."""
-
-    flops: float
-    """Operations a second, in matrix products in bfloat16."""
-    bytes_per_s: float
-    """From the device to pinned host memory."""
-    memory_bytes: float
-    """Memory of the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadChoice:
-    """A decision and its reason."""
-
-    pays: bool
-    why: str
-
-
-def choose_offload(width: int, input_bytes: int, num_blocks: int, horizon: int, speed: DeviceSpeed) -> OffloadChoice:
-    """Decide by the model above.
-
-    Args:
-        width: Hidden size of the model.
-        input_bytes: Size of the input of one block.
-        num_blocks: Number of blocks that are recomputed.
-        horizon: Number of blocks whose inputs are on the device in any case.
-        speed: Of the device.
-    """
-    least_width = speed.flops / (12 * speed.bytes_per_s)
-    gain = max(0, num_blocks - horizon) * input_bytes
-    if width < least_width:
-        return OffloadChoice(
-            pays=False,
-            why=f"copies would not hide behind the computation: the width is {width}, and at {speed.flops / 1e12:.0f} "
-            f"TFLOP/s and {speed.bytes_per_s / 1e9:.0f} GB/s it must be at least {least_width:.0f}",
-        )
-    if gain < LEAST_GAIN * speed.memory_bytes:
-        return OffloadChoice(
-            pays=False,
-            why=f"inputs of blocks take {gain / 2**30:.2f} GiB, less than {LEAST_GAIN:.0%} of the device's memory: "
-            "longer sequences would gain",
-        )
-    return OffloadChoice(
-        pays=True,
-        why=f"inputs of blocks take {gain / 2**30:.2f} GiB, and copies hide behind the computation (width {width}, at "
-        f"least {least_width:.0f})",
-    )
-
-
-class AutomaticOffload:
-    """Decides for each size of input, once, and logs the reason."""
-
-    def __init__(self, device: torch.device, horizon: int, measure: Callable[[], DeviceSpeed] | None = None) -> None:
-        """Measure nothing yet.
-
-        Args:
-            device: Device of the model.
-            horizon: See `choose_offload`.
-            measure: Measures the device at the first decision; by default CUDA's, with a product and a copy, in some
-                50 ms. Other devices count as the host.
-        """
-        self._device, self._horizon = device, horizon
-        self._measure = measure or (partial(measured_speed, device) if device.type == "cuda" else None)
-        self._speed: DeviceSpeed | None = None
-        self._choices: dict[int, bool] = {}
-
-    def __call__(self, local: Tensor, num_blocks: int) -> bool:
-        """Whether the input of a block goes to the host; `local` is this rank's part of it."""
-        num_bytes = local.numel() * local.element_size()
-        if num_bytes not in self._choices:
-            choice = self._choose(local, num_bytes, num_blocks)
-            self._choices[num_bytes] = choice.pays
-            log.info("activation_offload='auto': %s; %s", "on" if choice.pays else "off", choice.why)
-        return self._choices[num_bytes]
-
-    def _choose(self, local: Tensor, num_bytes: int, num_blocks: int) -> OffloadChoice:
-        if self._measure is None:
-            return OffloadChoice(pays=False, why=f"the device ({self._device}) is the host")
-        self._speed = self._speed or self._measure()
-        return choose_offload(local.shape[-1], num_bytes, num_blocks, self._horizon, self._speed)
-
-
-def measured_speed(device: torch.device) -> DeviceSpeed:
-    """Measure a CUDA device."""
-    matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    product_s = _timed(lambda: matrix @ matrix, device)
-    copy_s = _timed(lambda: target.copy_(source, non_blocking=True), device)
-    return DeviceSpeed(
-        flops=2 * _MATRIX**3 / product_s,
-        bytes_per_s=_COPY_BYTES / copy_s,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory,
-    )
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, the shortest of a few."""
-    lasted_s: list[float] = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(torch.cuda.current_stream(device))
-        work()
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-        lasted_s.append(begin.elapsed_time(end) / 1000)
-    return min(lasted_s)
