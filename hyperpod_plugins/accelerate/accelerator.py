@@ -58,7 +58,7 @@ from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
 from hyperpod_plugins.parallel.unit_watch import watch_units
-from hyperpod_plugins.recovery.kept_state import parameters_of
+from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
 _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")

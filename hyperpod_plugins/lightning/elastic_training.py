@@ -31,6 +31,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import (
     elastic_spec_of,
     publish_elastic_spec,
 )
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
@@ -42,7 +43,6 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
     publish_reference,
     warn_of_adaptive,
 )
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import Event, record
@@ -57,7 +57,7 @@ from hyperpod_plugins.parallel.replica_mean import (
     RankMicroStep,
 )
 from hyperpod_plugins.recovery import Repair
-from hyperpod_plugins.recovery.layouts import as_degrees, layouts_of, with_degrees
+from hyperpod_plugins.recovery.degrees import as_degrees, layouts_of, with_degrees
 
 log = logging.getLogger(__name__)
 

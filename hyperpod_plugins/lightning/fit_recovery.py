@@ -23,6 +23,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow, PartStart, SaveForRecovery
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
@@ -85,7 +86,6 @@ from hyperpod_plugins.lightning.trainer_state import (
     was_asked_to_stop,
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
-from hyperpod_plugins.lightning.window import AccumulationWindow, PartStart, SaveForRecovery
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import NO_STATE, Snapshot, TrainingState, seed_micro_step
 from hyperpod_plugins.recovery.engine import RecoveryEngine

@@ -87,8 +87,8 @@ from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure,
 from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
 from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
-from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.optimizer_copy import is_elementwise
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
-from hyperpod_plugins.parallel.chains import find_chains
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
     """Yield the modules to shard as FSDP2 units, innermost first: by class name, or else the layers of each chain.
 
     All ranks must run the same units. Without class names, the elements of an `nn.ModuleList` are therefore units
-    only if the model's source runs all of them regardless of the data (see `chains.py`). Others, such as experts,
+    only if the model's source runs all of them regardless of the data (`module_chains.py`). Others, such as experts,
     task heads and layers that may be dropped, belong to the enclosing unit, within which ranks may run different
     modules.
 

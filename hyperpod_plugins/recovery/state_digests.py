@@ -24,7 +24,7 @@ from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import unpacked_tensors
-from hyperpod_plugins.recovery.kept_state import parameters_of
+from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 
 Digests = Mapping[str, int]

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, format_list
-from hyperpod_plugins.parallel.checkpoint.storage import (
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
     CheckedWriter,
     SafePlanner,
     SafeReader,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter, SafeReader
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter, SafeReader
 from hyperpod_plugins.smp import checkpoint, job, torch_classes
 from hyperpod_plugins.smp.fsdp import DelayedParamIniter, clip_grad_norm_, wrap
 from hyperpod_plugins.smp.transform import MoEConfig, transform

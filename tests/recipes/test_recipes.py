@@ -9,7 +9,7 @@ import torch
 from harness import run_ranks
 
 from hyperpod_plugins.delayed_init import materialize
-from hyperpod_plugins.elastic.scaling.policy_io import read_policy
+from hyperpod_plugins.elastic.scaling.policy_formats import read_policy
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.planning import GIB
