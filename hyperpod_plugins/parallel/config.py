@@ -29,6 +29,8 @@ ALIASES = {
     "tensor_parallel_seed": "random_seed",
     "activation_offload": "sm_activation_offloading",
     "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
+    "offload_params": "param_offload",  # of Accelerate and of FSDP1's `CPUOffload`
+    "cpu_offload": "param_offload",
 }
 
 
@@ -81,6 +83,14 @@ class ParallelConfig:
     """Free gathered parameters after forward and gather them again for backward."""
     activation_checkpointing: Recompute | bool = "none"
     """What backward computes again, block by block: nothing, all (`full`, or True), or what is cheap (`selective`)."""
+    param_offload: bool = False
+    """Keep sharded parameters, their gradients and the optimizer's state in host memory. FSDP2 copies parameters to the
+    device unit by unit before it gathers them, and the optimizer steps on the host.
+    """
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory, where the optimizer steps; parameters and gradients stay on the
+    device. `param_offload` includes it.
+    """
     loss_chunks: int = 1
     """Number of chunks in which a Hugging Face causal language model computes its loss, so that its logits never exist
     as a whole. 1: the whole.
@@ -179,6 +189,12 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
+        if self.param_offload and self.float8_recipe != "none":
+            raise ConfigError(
+                f"param_offload=True cannot be combined with float8_recipe={self.float8_recipe!r}, whose weights FSDP2 "
+                "gathers through a tensor type that does not lie in host memory. Use optimizer_offload=True instead, "
+                "or leave float8_recipe out."
+            )
         if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with activation_checkpointing='selective': torch does "
