@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from hyperpod_plugins.accelerate.compat import (
     FullyShardedDataParallelPlugin,
@@ -22,7 +22,7 @@ from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import ConfigError, MissingExtraError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.finite import NonFinitePolicy
-from hyperpod_plugins.parallel.hsdp import mixed_precision_policy
+from hyperpod_plugins.parallel.hsdp import mixed_precision_policy, offload_policy
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class AcceleratorSpec:
     @property
     def offload_policy(self) -> OffloadPolicy:
         """Where parameters live between uses; memory is pinned only if there is a GPU that copies from it."""
-        if not self.settings.offload_params:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return offload_policy(self.config, "cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def process_group_kwargs(self) -> InitProcessGroupKwargs:

@@ -189,12 +189,6 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
-        if self.param_offload and self.float8_recipe != "none":
-            raise ConfigError(
-                f"param_offload=True cannot be combined with float8_recipe={self.float8_recipe!r}, whose weights FSDP2 "
-                "gathers through a tensor type that does not lie in host memory. Use optimizer_offload=True instead, "
-                "or leave float8_recipe out."
-            )
         if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with activation_checkpointing='selective': torch does "

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.host_pool import allocate_near
@@ -55,6 +56,7 @@ class HostMemory(Enum):
 _kept: "WeakKeyDictionary[Any, HostMemory]" = WeakKeyDictionary()  # by FSDP2's record of each parameter: a parameter
 # itself must have no weak references, nor keeps its attributes, when a module moves it (`torch.utils.swap_tensors`)
 _staged: "WeakKeyDictionary[Any, _Staged]" = WeakKeyDictionary()
+_hooks: list[RemovableHandle] = []
 _running: "WeakKeyDictionary[Optimizer, HostStep]" = WeakKeyDictionary()
 
 
@@ -65,9 +67,9 @@ def keep_on_host(model: nn.Module, what: HostMemory) -> None:
         model: sharded by FSDP2.
         what: `PARAMETER` if FSDP2 keeps the parameters there.
     """
-    if not _kept:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
     _kept.update(dict.fromkeys(fsdp_parameters(model), what))
 
 
