@@ -30,7 +30,10 @@ ALIASES = {
     "activation_offload": "sm_activation_offloading",
     "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
     "offload_params": "param_offload",  # of Accelerate and of FSDP1's `CPUOffload`
-    "cpu_offload": "param_offload",
+    "fsdp_offload_params": "param_offload",
+    "cpu_offload": "param_offload",  # of Lightning
+    "optimizer_cpu_offload": "optimizer_offload",  # of Megatron
+    "offload_optimizer": "optimizer_offload",
 }
 
 

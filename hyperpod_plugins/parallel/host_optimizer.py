@@ -91,14 +91,18 @@ def check_host_optimizers(optimizers: Iterable[Optimizer]) -> None:
             elementwise optimizers, has hooks of the program, is compiled, or is `capturable` or `differentiable`.
     """
     for optimizer in optimizers:
-        for what in _options_of(optimizer):
-            reason = _why_not(optimizer)
-            if reason:
-                raise ConfigError(
-                    f"{what.value}=True has {type(optimizer).__name__} step in host memory, but {reason}. Use AdamW, "
-                    "Adam, SGD, Adagrad, RMSprop or another elementwise optimizer of torch, or leave the option out "
-                    "and raise hybrid_shard_degree, which splits the optimizer's state over more ranks."
-                )
+        _check(optimizer, _options_of(optimizer))
+
+
+def _check(optimizer: Optimizer, options: Iterable[HostMemory]) -> None:
+    for what in options:
+        reason = _why_not(optimizer)
+        if reason:
+            raise ConfigError(
+                f"{what.value}=True has {type(optimizer).__name__} step in host memory, but {reason}. Use AdamW, Adam, "
+                "SGD, Adagrad, RMSprop or another elementwise optimizer of torch, or leave the option out and raise "
+                "hybrid_shard_degree, which splits the optimizer's state over more ranks."
+            )
 
 
 def _why_not(optimizer: Optimizer) -> str:
@@ -129,8 +133,9 @@ def _before_step(
     The closure comes after all other pre-hooks, which thus see the optimizer with its parameters.
     """
     end_host_step(optimizer)  # of a step that an exception has ended
-    check_host_optimizers([optimizer])
-    if not steps_on_host(optimizer):
+    options = _options_of(optimizer)
+    _check(optimizer, options)
+    if HostMemory.STATE not in options:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
@@ -234,7 +239,7 @@ class HostStep:
         before, given = self._given.get(id(twin), ({}, {}))
         after: dict[str, Any] = {}
         for name, value in values.items():
-            is_same = value is given.get(name) and _is_on_host(before[name])
+            is_same = name in given and value is given[name] and _is_on_host(before[name])
             after[name] = before[name] if is_same else _as_state(parameter, value)
         before.clear()
         before.update(after)

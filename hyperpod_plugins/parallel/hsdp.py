@@ -228,8 +228,9 @@ def ids_on_host(model: nn.Module) -> set[int]:
 
 @contextmanager
 def shards_stay_on_host(model: nn.Module) -> Generator[None]:
-    """Context in which `model.to(device)` moves everything but the parameters that FSDP2 keeps in host memory."""
-    ids = ids_on_host(model)
+    """Context in which `model.to(device)` moves everything but what FSDP2 keeps in host memory: shards and gradients."""
+    shards = [each.sharded_param for each in fsdp_parameters(model) if each.offload_to_cpu]
+    ids = {id(each) for shard in shards for each in (shard, shard.grad) if each is not None}
     with _StaysOnHost(ids) if ids else nullcontext():
         yield
 
@@ -329,6 +330,19 @@ def from_local_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tenso
     if not isinstance(parameter, DTensor):
         return local
     return _from_local(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the global tensor, gathered on the device of the mesh, also if shards lie in host memory.
+
+    All ranks of a DTensor's mesh call this together.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, device = local_part(tensor), compute_device(tensor)
+    if local.device.type != device.type:
+        tensor = _from_local(local.to(device), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return tensor.full_tensor()
 
 
 Layout = tuple[list[int], list[int], list[int | None]]

@@ -10,7 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, gradient_norm, parallelize
+from hyperpod_plugins.parallel import (
+    CheckpointWriter,
+    ParallelConfig,
+    build_mesh,
+    clip_grad_norm_,
+    gradient_norm,
+    load_checkpoint,
+    parallelize,
+)
+from hyperpod_plugins.parallel.checkpoint.state import state_device, step_count_device
 from hyperpod_plugins.parallel.host_optimizer import (
     HostMemory,
     _kept,
@@ -113,8 +122,10 @@ def assert_same_bits(found, wanted):
 
 
 def test_names_that_others_use():
-    assert ParallelConfig.of(offload_params=True).param_offload  # Accelerate
-    assert ParallelConfig.of(cpu_offload=True).param_offload
+    for name in ("param_offload", "offload_params", "fsdp_offload_params", "cpu_offload"):
+        assert ParallelConfig.of({name: True}) == ParallelConfig(param_offload=True)
+    for name in ("optimizer_offload", "optimizer_cpu_offload", "offload_optimizer"):
+        assert ParallelConfig.of({name: True}) == ParallelConfig(optimizer_offload=True)
     assert not ParallelConfig().param_offload
     assert not ParallelConfig().optimizer_offload
     for name in ON_HOST:
@@ -294,6 +305,36 @@ def test_state_that_was_loaded_and_frozen_parameters_that_thaw(alone):
     assert "frozen.weight.exp_avg" in found[0]
 
 
+@pytest.mark.parametrize("options", [{name: True} for name in ON_HOST])
+@pytest.mark.parametrize("is_saved_on_host", [True, False])
+def test_checkpoints_do_not_depend_on_where_the_state_lies(alone, tmp_path, options, is_saved_on_host):
+    """Resuming equals never stopping: from the device to the host, and back."""
+    first, second = (options, {}) if is_saved_on_host else ({}, options)
+    net = sharded(first)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    train(net, optimizer)
+    CheckpointWriter().save(tmp_path / "saved", model=net, optimizers=[optimizer]).wait(timeout_s=60)
+    there = sharded(second)
+    resumed = torch.optim.AdamW(there.parameters(), lr=1e-2, fused=True)
+    load_checkpoint(tmp_path / "saved", model=there, optimizers=[resumed])
+    assert_same_bits(state_of(there, resumed), state_of(net, optimizer))
+    train(net, optimizer)
+    train(there, resumed)
+    assert_same_bits(state_of(there, resumed), state_of(net, optimizer))
+
+
+def test_state_is_allocated_where_it_lies(alone):
+    on_host, on_device, there = sharded({"optimizer_offload": True}), sharded({}), sharded({"param_offload": True})
+    kept = ids_with_host_state()
+    assert {id(each) for each in on_host.parameters()} <= kept
+    assert not {id(each) for net in (on_device, there) for each in net.parameters()} & kept
+    parameter = nn.Parameter(torch.empty(1, device="meta"))  # stands for one on a GPU
+    assert state_device(parameter, ()).type == step_count_device(parameter, {"fused": True}, ()).type == "meta"
+    assert state_device(parameter, {id(parameter)}).type == "cpu"
+    assert step_count_device(parameter, {"fused": True}, {id(parameter)}).type == "cpu"
+    assert step_count_device(parameter, {}, ()).type == "cpu"
+
+
 class Communicates(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -400,9 +441,11 @@ def test_norms_are_taken_where_gradients_lie_and_reduced_on_the_device(other_dev
 
 def test_moving_a_module_leaves_its_shards_on_the_host(alone):
     net = sharded({"param_offload": True})
+    net(torch.ones(2, WIDTH)).sum().backward()  # gradients are there, too
     before = [local(parameter).data_ptr() for parameter in net.parameters()]
     with shards_stay_on_host(net):
         net.to("meta")
+    assert all(each.grad.device.type == "cpu" for each in net.parameters() if each.grad is not None)
     assert net.scale.device.type == "meta"
     assert [local(parameter).data_ptr() for parameter in net.parameters()] == before
     plain = sharded({})
