@@ -228,7 +228,7 @@ def ids_on_host(model: nn.Module) -> set[int]:
 
 @contextmanager
 def shards_stay_on_host(model: nn.Module) -> Generator[None]:
-    """Context in which `model.to(device)` moves everything but what FSDP2 keeps in host memory: shards and gradients."""
+    """Context in which `model.to(device)` moves all but what FSDP2 keeps in host memory: shards and gradients."""
     shards = [each.sharded_param for each in fsdp_parameters(model) if each.offload_to_cpu]
     ids = {id(each) for shard in shards for each in (shard, shard.grad) if each is not None}
     with _StaysOnHost(ids) if ids else nullcontext():
