@@ -585,6 +585,23 @@ def memory(page):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@fragments("docs/guides/memory.md", "optimizer_offload=True)", ranks=2)
+def host_memory(page):
+    import lightning as L
+
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    page.run("optimizer_offload=True)", replaced={"hybrid_shard_degree=8": "hybrid_shard_degree=2"})
+    losses = []
+    for strategy in (page["strategy"], HyperPodStrategy(hybrid_shard_degree=2)):
+        torch.manual_seed(0)
+        fitted = language_module()
+        L.Trainer(devices=2, strategy=strategy, **QUIET).fit(fitted, loader_of_tokens(8, 2))
+        losses.append(fitted.losses)
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
 @fragments("docs/guides/memory.md", "model.resize_token_embeddings")
 def loading(page):
     from hyperpod_plugins.delayed_init import materialize

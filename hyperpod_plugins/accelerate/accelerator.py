@@ -56,7 +56,12 @@ from hyperpod_plugins.parallel import (
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
-from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
+from hyperpod_plugins.parallel.parallelize import (
+    apply_offload,
+    replace_stale_parameters,
+    save_activation_memory,
+    use_float8,
+)
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
@@ -229,6 +234,7 @@ class HyperPodAccelerator(Accelerator):
             for each in prepared:
                 if isinstance(each, nn.Module):
                     watch_units(each)
+                    apply_offload(each, self._config)
             return prepared
         is_alike = self._config.delayed_values != "rank_0"
         shard_with_optimizers(model, optimizers, self._parallelize, is_delayed_alike=is_alike)
@@ -248,7 +254,7 @@ class HyperPodAccelerator(Accelerator):
         if any(each.is_meta for each in model.parameters()):
             raise ConfigError(
                 f"{type(model).__name__} was built inside delayed_init or on the meta device, and settings of this "
-                "plugin (such as offload_params) need Accelerate's own sharding, which wants values. Build it with "
+                "plugin (fp8='te') need Accelerate's own sharding, which wants values. Build it with "
                 "values, or leave these settings out."
             )
         broadcast_from_rank_0(model, self.device)

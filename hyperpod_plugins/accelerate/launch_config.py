@@ -23,7 +23,7 @@ _DEGREES = {
 }
 _FLAGS = {
     "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
-    "FSDP_OFFLOAD_PARAMS": "offload_params",
+    "FSDP_OFFLOAD_PARAMS": "param_offload",
     "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "sm_activation_offloading",
 }
@@ -35,11 +35,9 @@ class AccelerateSettings:
     """Settings of Accelerate besides parallel degrees.
 
     Raises:
-        ConfigError: a value is unknown, or two values exclude each other.
+        ConfigError: a value is unknown.
     """
 
-    offload_params: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; done by Accelerate's own FSDP2."""
     fp8: Fp8 = "off"
     """Library for matrix products in fp8: `torchao` by this package (see `ParallelConfig.float8_recipe`), `te` by
     Accelerate, with its own FSDP2."""
@@ -47,18 +45,15 @@ class AccelerateSettings:
     """What `save_state` writes: one file per rank with its shards, or everything in one file."""
 
     def __post_init__(self) -> None:
-        """Check values, then the combination."""
+        """Check the values."""
         for name, allowed in (("fp8", get_args(Fp8)), ("state_dict_type", get_args(StateDictType))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but is {getattr(self, name)!r}")
-        if type(self.offload_params) is not bool:
-            raise ConfigError(f"offload_params must be true or false, but is {self.offload_params!r}")
 
     @property
     def needs_accelerate_fsdp2(self) -> tuple[str, ...]:
         """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
-        asked = {"offload_params": self.offload_params, "fp8": self.fp8 == "te"}
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        return ("fp8",) if self.fp8 == "te" else ()
 
 
 def variables_in(file: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from typing_extensions import override
 
 from hyperpod_plugins.accelerate.compat import (
@@ -30,7 +30,7 @@ from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.finite import NonFinitePolicy
-from hyperpod_plugins.parallel.hsdp import mixed_precision_policy
+from hyperpod_plugins.parallel.hsdp import mixed_precision_policy, offload_policy
 
 AXIS_NAMES = ("dp_replicate", "dp_shard", "tp")
 
@@ -148,9 +148,7 @@ class AcceleratorSpec:
     @property
     def offload_policy(self) -> OffloadPolicy:
         """Where parameters live between uses; memory is pinned only if there is a GPU that copies from it."""
-        if not self.settings.offload_params:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return offload_policy(self.config, "cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def process_group_kwargs(self) -> InitProcessGroupKwargs:

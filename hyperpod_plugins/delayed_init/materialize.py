@@ -6,7 +6,7 @@ dimension is split after all plain shards. Splitting in that order gives each ra
 possibly uneven or empty, without communication.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ def materialize(
     device: torch.device | str = "cpu",
     seed: int = 0,
     filled: "Callable[[_Slot, torch.Tensor], None] | None" = None,
+    on_host: Collection[int] = (),
 ) -> ReplayReport:
     """Allocate all meta parameters and buffers of a model on `device` and give them their initial values.
 
@@ -54,6 +55,7 @@ def materialize(
         device: of the allocated tensors.
         seed: of initialisers of modules that were built on the meta device.
         filled: called with each tensor on a tape and its full value.
+        on_host: `id` of each DTensor to allocate in host memory instead.
 
     Raises:
         InitializationError: a tensor is neither on a tape nor covered by an initialiser, never received values, or
@@ -65,7 +67,7 @@ def materialize(
     _refuse_skeletons(model)
     _refuse_beside_files(model, unrecorded)
     initializers = find_initializers(model, unrecorded)
-    allocate(model, torch.device(device))
+    allocate(model, torch.device(device), on_host)
 
     reports = [_replay_into(tape, [slot for slot in recorded if slot.tape is tape], filled) for tape in tapes_of(model)]
     with torch.random.fork_rng(devices=[]):
@@ -84,6 +86,7 @@ def materialize_from_source(
     *,
     is_source: bool,
     device: torch.device | str = "cpu",
+    on_host: Collection[int] = (),
 ) -> None:
     """As `materialize`, with the values of one rank, which alone may have the files that they are read from.
 
@@ -96,6 +99,7 @@ def materialize_from_source(
         broadcast: sends a contiguous CPU tensor of the source to the other ranks, where it is overwritten.
         is_source: whether this rank is the source.
         device: to allocate the model on.
+        on_host: as for `materialize`.
 
     Raises:
         InitializationError: as `materialize`; tensors of the source are not on a tape; or the source has failed.
@@ -119,12 +123,12 @@ def materialize_from_source(
                     f"{format_list(sorted(unrecorded))} have no values on the rank that sends the initial ones, and "
                     "are not on a tape. Build its model inside hyperpod_plugins.delayed_init.delayed_init()."
                 )
-            materialize(model, device=device, filled=send)
+            materialize(model, device=device, filled=send, on_host=on_host)
             header.fill_(_ENDED)
         finally:
             broadcast(header)
     else:
-        allocate(model, torch.device(device))
+        allocate(model, torch.device(device), on_host)
         while True:
             broadcast(header)
             index = int(header)
@@ -293,8 +297,14 @@ def _refuse_beside_files(model: nn.Module, unrecorded: set[str]) -> None:
         )
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Replace meta tensors by uninitialised ones on the device, keeping tied parameters and their attributes."""
+def allocate(model: nn.Module, device: torch.device, on_host: Collection[int] = ()) -> None:
+    """Replace meta tensors by uninitialised ones on the device, keeping tied parameters and their attributes.
+
+    Args:
+        model: in place.
+        device: of the allocated tensors.
+        on_host: `id` of each DTensor to allocate in host memory instead.
+    """
     twins: dict[int, torch.Tensor] = {}  # by id of the meta tensor, which `held` keeps alive
     held: list[torch.Tensor] = []
     for module in model.modules():
@@ -308,7 +318,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     # FSDP2 tracks its DTensors, so allocate them as `Module.to_empty` does, which keeps the parameter objects.
     if any(tensor.is_meta for tensor in model.parameters()):
         model._apply(  # pyright: ignore[reportPrivateUsage]
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+            lambda tensor: (
+                torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device)
+                if tensor.is_meta
+                else tensor
+            )
         )
 
 

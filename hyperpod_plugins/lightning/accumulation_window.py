@@ -56,17 +56,12 @@ from hyperpod_plugins.lightning.trainer_state import (
     without_requests,
 )
 from hyperpod_plugins.parallel.checkpoint.state import StateParts
+from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.local_state import LocalStates
-from hyperpod_plugins.recovery.optimizer_copy import (
-    FreshGradients,
-    HasState,
-    OptimizerCopy,
-    is_elementwise,
-    local_tensor,
-)
+from hyperpod_plugins.recovery.optimizer_copy import FreshGradients, HasState, OptimizerCopy, local_tensor
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (

@@ -75,20 +75,21 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
+from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
 from hyperpod_plugins.parallel.hsdp import (
     fsdp_units,
     reduce_root_in_backward,
     reshard,
     root_gathered_for_its_parts,
+    shards_stay_on_host,
     without_replica_sync,
 )
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
-from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0, replace_stale_parameters
 from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.recovery.local_state import ProgramState
-from hyperpod_plugins.recovery.optimizer_copy import is_elementwise
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
@@ -357,6 +358,7 @@ class HyperPodStrategy(ModelParallelStrategy):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)
             watch_units(module)
+            apply_offload(module, self.config)
         else:
             elastic = self._elastic
             averages = elastic is None or not elastic.options.averages_replicas
@@ -365,7 +367,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         if self.config.fsdp_cache_flush_warnings:
             self._allocator_watch = AllocatorWatch(self.root_device)
         self.model = module
-        self.model_to_device()
+        with shards_stay_on_host(module):
+            self.model_to_device()
         assert self._data_group is not None
         synchronise_metrics_over(metrics_of(trainer).values(), self._data_group)
         forbid_inference_mode(trainer)
@@ -390,7 +393,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         )
         if is_fit:
             self._drops_gradients = not needs_previous_gradients(trainer, module)
-            optimizers_to_device(self.optimizers, self.root_device)
+            if not (self.config.param_offload or self.config.optimizer_offload):
+                optimizers_to_device(self.optimizers, self.root_device)
             if self._average is not None and not is_replay:
                 self._average.begin(module)
             self._begin_fit(trainer, module)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, _foreach_norm  # pyright: ignore
 from torch.distributed.tensor import DTensor, Replicate
 
-from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.parallel.hsdp import compute_device, local_part
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -16,8 +16,8 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
     `torch.nn.utils.clip_grad_norm_` cannot mix meshes: with hybrid sharding and tensor parallelism some parameters
     lie on `(replicate, shard)` and some on `(replicate, shard, tensor)`. Here each rank takes the norms of its local
-    parts, and each norm is reduced over exactly the groups its parameter is split over. Gradients that are plain
-    tensors are assumed to be replicated.
+    parts, where these lie, and each norm is reduced over exactly the groups its parameter is split over, on the device
+    of the mesh. Gradients that are plain tensors are assumed to be replicated.
 
     Returns:
         A float32 scalar, `()`; zero if no parameter has a gradient.
@@ -25,8 +25,10 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     is_max = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    device = torch.device("cpu")
     for gradient in _gradients(parameters):
         by_groups.setdefault(_split_over(gradient), []).append(local_part(gradient))
+        device = compute_device(gradient)
     if not by_groups:
         return torch.tensor(0.0)
     totals: list[Tensor] = []
@@ -34,7 +36,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
         parts = [gradient for gradient in gradients if gradient.numel()]  # an empty tensor has no infinity norm
         zero = torch.zeros((), device=gradients[0].device)
         norms = torch.stack([zero, *(norm.float() for norm in (_foreach_norm(parts, norm_type) if parts else ()))])
-        total = norms.max() if is_max else norms.pow(norm_type).sum()
+        total = (norms.max() if is_max else norms.pow(norm_type).sum()).to(device)  # gradients may be on the host
         for group in groups:
             dist.all_reduce(total, op=operation, group=group)
         totals.append(total)

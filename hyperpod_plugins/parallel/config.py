@@ -29,6 +29,11 @@ ALIASES = {
     "tensor_parallel_seed": "random_seed",
     "activation_offload": "sm_activation_offloading",
     "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
+    "offload_params": "param_offload",  # of Accelerate and of FSDP1's `CPUOffload`
+    "fsdp_offload_params": "param_offload",
+    "cpu_offload": "param_offload",  # of Lightning
+    "optimizer_cpu_offload": "optimizer_offload",  # of Megatron
+    "offload_optimizer": "optimizer_offload",
 }
 
 
@@ -82,6 +87,14 @@ class ParallelConfig:
     """Free gathered parameters after forward and gather them again for backward."""
     activation_checkpointing: Recompute | bool = "none"
     """What backward computes again, block by block: nothing, all (`full`, or True), or what is cheap (`selective`)."""
+    param_offload: bool = False
+    """Keep sharded parameters, their gradients and the optimizer's state in host memory. FSDP2 copies parameters to the
+    device unit by unit before it gathers them, and the optimizer steps on the host.
+    """
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory, where the optimizer steps; parameters and gradients stay on the
+    device. `param_offload` includes it.
+    """
     loss_chunks: int = 1
     """Number of chunks in which a Hugging Face causal language model computes its loss, so that its logits never exist
     as a whole. 1: the whole.

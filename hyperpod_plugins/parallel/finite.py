@@ -24,7 +24,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hyperpod_plugins.errors import ConfigError, NonFiniteError
-from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.parallel.hsdp import compute_device, local_part
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, reconcile_gradients_of
 
 log = logging.getLogger(__name__)
@@ -46,15 +46,16 @@ def gradient_flag(parameters: Iterable[Tensor]) -> Tensor:
         parameters: on any mix of meshes, at least one; those without a gradient are skipped.
 
     Returns:
-        `NonFinite.GRADIENT` or 0, a uint8 `()` on the device of the parameters.
+        `NonFinite.GRADIENT` or 0, a uint8 `()` on the device that computes with the parameters.
     """
     every = list(parameters)
     found = [local_part(each.grad) for each in every if each.grad is not None]
     dense = [each.coalesce().values() if each.is_sparse else each for each in found]
     parts = [each for each in dense if each.numel()]
     if not parts:
-        return torch.zeros((), dtype=torch.uint8, device=every[0].device)
-    return (~get_total_norm(parts).isfinite()).to(torch.uint8) * int(NonFinite.GRADIENT)
+        return torch.zeros((), dtype=torch.uint8, device=compute_device(every[0]))
+    is_bad = ~get_total_norm(parts).isfinite()
+    return is_bad.to(compute_device(every[0]), torch.uint8) * int(NonFinite.GRADIENT)
 
 
 class FiniteCheck:

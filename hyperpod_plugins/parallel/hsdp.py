@@ -19,20 +19,22 @@ Two things follow for the parameters of the root itself, which lie in no unit in
 import logging
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.module_chains import find_chains
-from hyperpod_plugins.parallel.unit_watch import watch_units
+from hyperpod_plugins.parallel.unit_watch import groups_of, watch_units
 
 log = logging.getLogger(__name__)
 _LARGE = 50_000_000  # parameters
@@ -55,6 +57,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
         _check_no_empty_shard(model, shard_degree)
     _check_one_dtype_per_unit([*blocks, model])
     policy = mixed_precision_policy(config)
+    offload = offload_policy(config, mesh.device_type)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         return shard_placement(parameter, shard_degree)
@@ -66,9 +69,10 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
                 mesh=mesh,
                 reshard_after_forward=config.reshard_after_forward,
                 mp_policy=policy,
+                offload_policy=offload,
                 shard_placement_fn=placement,
             )
-        fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     watch_units(model)
 
 
@@ -221,6 +225,51 @@ def mixed_precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
+def offload_policy(config: ParallelConfig, device_type: str) -> OffloadPolicy:
+    """Return FSDP2's policy for where shards lie between uses; they are pinned if a GPU copies from them."""
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if config.param_offload else OffloadPolicy()
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters of a sharded model; each has the `sharded_param` of the optimizers."""
+    return [each for part in model.modules() for group in groups_of(part) for each in group.fsdp_params]
+
+
+def ids_on_host(model: nn.Module) -> set[int]:
+    """`id` of each sharded parameter that FSDP2 keeps in host memory, also while it is on the meta device."""
+    return {id(each.sharded_param) for each in fsdp_parameters(model) if each.offload_to_cpu}
+
+
+@contextmanager
+def shards_stay_on_host(model: nn.Module) -> Generator[None]:
+    """Context in which `model.to(device)` moves all but what FSDP2 keeps in host memory: shards and gradients."""
+    shards = [each.sharded_param for each in fsdp_parameters(model) if each.offload_to_cpu]
+    ids = {id(each) for shard in shards for each in (shard, shard.grad) if each is not None}
+    with _StaysOnHost(ids) if ids else nullcontext():
+        yield
+
+
+class _StaysOnHost(TorchFunctionMode):
+    """Function mode in which `tensor.to` returns some tensors as they are."""
+
+    def __init__(self, ids: set[int]) -> None:
+        super().__init__()
+        self._ids = ids
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and id(args[0]) in self._ids:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def compute_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device that computes with a parameter or gradient, and on which its mesh communicates.
+
+    The tensor itself may lie in host memory.
+    """
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+
+
 def shard_placement(parameter: torch.Tensor, shard_degree: int) -> Shard | None:
     """Return the first evenly divisible dimension if dimension 0 is too short to split; otherwise None (split 0)."""
     shape = parameter.shape
@@ -294,14 +343,20 @@ def from_local_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tenso
     """Build a tensor from its local part, with the layout of a parameter whose local part has the same shape."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return _from_local(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the global tensor, gathered on the device of the mesh, also if shards lie in host memory.
+
+    All ranks of a DTensor's mesh call this together.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, device = local_part(tensor), compute_device(tensor)
+    if local.device.type != device.type:
+        tensor = _from_local(local.to(device), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return tensor.full_tensor()
 
 
 Layout = tuple[list[int], list[int], list[int | None]]
@@ -330,9 +385,17 @@ def from_local_with_layout(layout: Layout, parameter: torch.Tensor, local: torch
         return local
     shape, stride, splits = layout
     placements = _placements_of(splits)
-    return DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return _from_local(local, parameter.device_mesh, placements, torch.Size(shape), tuple(stride))
+
+
+def _from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """Like `DTensor.from_local`, which would move a local part in host memory to the device of the mesh."""
+    if local.device.type == mesh.device_type:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def zeros_on_mesh_of(

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.elementwise import is_compiled
+from hyperpod_plugins.parallel.host_optimizer import end_host_step, steps_on_host
 
 _ELEMENTWISE = frozenset(
     {
@@ -69,15 +71,20 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     """Call `optimizer.step(closure)`, running what follows the closure on local shards where the result is the same.
 
     A step compiled with `torch.compile` is called unchanged: dynamo does not run compiled code inside a dispatch
-    mode.
+    mode. So is a step in host memory, whose tensors are local already.
 
     Args:
         optimizer: any optimizer; its parameters and state may be DTensors.
         closure: computes gradients; runs outside the dispatch mode.
         **kwargs: passed to `optimizer.step`.
     """
-    if _is_compiled(vars(optimizer).get("step")):
+    if is_compiled(vars(optimizer).get("step")):
         return optimizer.step(closure=closure, **kwargs)
+    if steps_on_host(optimizer):
+        try:
+            return optimizer.step(closure=closure, **kwargs)
+        finally:
+            end_host_step(optimizer)
     with ExitStack() as after_closure:
 
         def compute() -> Any:
@@ -102,7 +109,8 @@ def local_steps(optimizers: Sequence[Optimizer]) -> Generator[None]:
                 modes.enter_context(LocalDispatchMode())
 
         for optimizer in optimizers:
-            if _is_compiled(vars(optimizer).get("step")):
+            hooks.callback(end_host_step, optimizer)
+            if is_compiled(vars(optimizer).get("step")):
                 continue
             hooks.callback(optimizer.register_step_pre_hook(before).remove)
             hooks.callback(optimizer.register_step_post_hook(lambda *_: modes.close()).remove)
@@ -150,11 +158,6 @@ def single_use_closure(optimizer: Optimizer, result: Any) -> Callable[[], Any]:
         return result
 
     return closure
-
-
-def _is_compiled(step: Any) -> bool:
-    """Whether a `step` set on the optimizer instance was compiled with `torch.compile`."""
-    return inspect.getattr_static(step, "_torchdynamo_orig_callable", None) is not None
 
 
 class _ResultKind(Enum):

@@ -9,7 +9,7 @@ nothing. Names do not change, so `replace_stale_parameters` maps each old parame
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary, ref
 
@@ -35,7 +35,8 @@ from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.hsdp import outermost_blocks, shard_hybrid
+from hyperpod_plugins.parallel.host_optimizer import HostMemory, check_host_optimizers, keep_on_host
+from hyperpod_plugins.parallel.hsdp import fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.precision import convert_linears
 
@@ -67,10 +68,11 @@ def parallelize(
 
     Raises:
         ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
-            must not be used afterwards.
+            must not be used afterwards. See also `apply_offload`.
         InitializationError: a parameter without a value cannot be initialized.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
+        apply_offload(model, config)
         return model  # already sharded, by the user or by an earlier call
     remember_parameters(model)
     rebind(model)
@@ -84,7 +86,32 @@ def parallelize(
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     give_values(model, torch.device(mesh.device_type), config)
     sync_rng_state(mesh["tensor"])
+    apply_offload(model, config)
     return model
+
+
+def apply_offload(model: nn.Module, config: ParallelConfig) -> None:
+    """Have optimizers step in host memory, as `param_offload` and `optimizer_offload` say.
+
+    Args:
+        model: sharded by `parallelize`, or by the program.
+        config: configuration to apply.
+
+    Raises:
+        ConfigError: `param_offload` is set, but the program has sharded the model without FSDP2's `CPUOffloadPolicy`.
+    """
+    records = fsdp_parameters(model)
+    elsewhere = sum(not each.offload_to_cpu for each in records)
+    if config.param_offload and elsewhere:
+        raise ConfigError(
+            f"param_offload=True, but {elsewhere} of {len(records)} parameters of {type(model).__name__} were sharded "
+            "by the program to stay on the device. Pass offload_policy=CPUOffloadPolicy() to each fully_shard, leave "
+            "sharding to this package, or use optimizer_offload=True."
+        )
+    if records and not elsewhere:
+        keep_on_host(model, HostMemory.PARAMETER)
+    elif config.optimizer_offload:
+        keep_on_host(model, HostMemory.STATE)
 
 
 def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -> None:
@@ -109,15 +136,18 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
 def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) -> None:
     """Allocate a model's meta tensors on `device`, and give them their values, as `config.delayed_values` says.
 
+    Parameters that FSDP2 keeps in host memory are allocated there.
+
     Raises:
         InitializationError: see `materialize` and `materialize_from_source`.
     """
+    on_host = ids_on_host(model)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1 or group_health.suppresses_collectives
     if config.delayed_values == "rank_0" and group_health.suppresses_collectives and not tapes_of(model):
-        allocate(model, device)  # a replacement, whose values come from another rank
+        allocate(model, device, on_host)  # a replacement, whose values come from another rank
         return
     if config.delayed_values == "every_rank" or is_alone:
-        materialize(model, device=device, seed=config.random_seed)
+        materialize(model, device=device, seed=config.random_seed, on_host=on_host)
         return
 
     def broadcast(tensor: torch.Tensor) -> None:
@@ -127,7 +157,7 @@ def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) 
             tensor.copy_(there)
 
     is_source = dist.get_rank() == 0
-    materialize_from_source(model, broadcast, is_source=is_source, device=device)
+    materialize_from_source(model, broadcast, is_source=is_source, device=device, on_host=on_host)
 
 
 def save_activation_memory(
@@ -362,7 +392,7 @@ def remember_parameters(model: nn.Module) -> None:
     _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
 
 
-def replace_stale_parameters(optimizers: Iterable[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
+def replace_stale_parameters(optimizers: Sequence[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
     """Replace the unsharded parameters that optimizers hold by the sharded parameters of the model.
 
     Args:
@@ -372,7 +402,8 @@ def replace_stale_parameters(optimizers: Iterable[Optimizer], model: nn.Module, 
 
     Raises:
         ConfigError: an optimizer already has state for an unsharded parameter; or, with several ranks, it holds
-            parameters that are not the model's, which each rank would train independently.
+            parameters that are not the model's, which each rank would train independently; or it cannot step in
+            host memory, see `check_host_optimizers`.
     """
     present = dict(model.named_parameters(remove_duplicate=False))
     held = {id(parameter) for parameter in present.values()}
@@ -407,6 +438,7 @@ def replace_stale_parameters(optimizers: Iterable[Optimizer], model: nn.Module, 
                 "Make it from parameters of the sharded model: in configure_optimizers with self.parameters(), or "
                 "after session.parallelize(model)."
             )
+    check_host_optimizers(optimizers)
 
 
 def _names_in(model: nn.Module, root: nn.Module, former: _Names) -> _Names:

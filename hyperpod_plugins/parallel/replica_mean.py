@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.hsdp import from_local_like, local_part
+from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, local_part
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 Node = tuple[int, int]
@@ -43,9 +43,9 @@ T = TypeVar("T")
 class GradientVector:
     """Moves the gradients of a model's parameters into one vector, and back.
 
-    The vector is float32. It holds the local part of each gradient, then for each parameter 1 or 0 for whether it has
-    a gradient, then values added by the caller, then padding. A sum of such vectors holds the sum of the gradients,
-    and shows which parameters have a gradient anywhere.
+    The vector is float32, on the device that computes, also if gradients lie in host memory. It holds the local part of
+    each gradient, then for each parameter 1 or 0 for whether it has a gradient, then values added by the caller, then
+    padding. A sum of such vectors holds the sum of the gradients, and shows which parameters have a gradient anywhere.
     """
 
     def __init__(self, model: nn.Module, option: str) -> None:
@@ -80,13 +80,14 @@ class GradientVector:
         reconcile_gradients(self._model)
         parts: list[Tensor] = []
         has_one: list[float] = []
+        device = compute_device(self.parameters[0])
         for parameter in self.parameters:
             gradient, parameter.grad = parameter.grad, None
             has_one.append(float(gradient is not None))
-            parts.append(local_part(parameter if gradient is None else gradient).detach().reshape(-1).float())
+            local = local_part(parameter if gradient is None else gradient).detach()
+            parts.append(local.to(device).reshape(-1).float())
             if gradient is None:
                 parts[-1] = torch.zeros_like(parts[-1])
-        device = parts[0].device
         parts += [torch.tensor(has_one, device=device), *(each.detach().to(device).float().reshape(1) for each in more)]
         parts.append(torch.zeros(-sum(part.numel() for part in parts) % multiple_of, device=device))
         return torch.cat(parts)
@@ -96,8 +97,8 @@ class GradientVector:
         counts = vector[sum(self._sizes) :][: len(self._sizes)]
         for parameter, part, has_one in zip(self.parameters, self.parts(vector), counts.tolist(), strict=True):
             if has_one:
-                local = part.view(local_part(parameter).shape).to(parameter.dtype)
-                parameter.grad = from_local_like(parameter, local)
+                here = local_part(parameter)
+                parameter.grad = from_local_like(parameter, part.view(here.shape).to(here.device, here.dtype))
         return vector[sum(self._sizes) + len(self._sizes) :]
 
     def parts(self, vector: Tensor) -> list[Tensor]:

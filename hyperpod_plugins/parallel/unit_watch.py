@@ -41,7 +41,7 @@ _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have
 
 def watch_units(model: nn.Module) -> None:
     """Start watching the units of a sharded model; does nothing if they are watched already."""
-    units = [(name, group) for name, part in model.named_modules() for group in _groups_of(part)]
+    units = [(name, group) for name, part in model.named_modules() for group in groups_of(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
@@ -330,7 +330,7 @@ def _watches_of(model: nn.Module) -> list["UnitTrace"]:
             return [watch for watch in found if watch is not None]
     watches: dict[int, UnitTrace] = {}
     for part in model.modules():
-        for group in _groups_of(part):
+        for group in groups_of(part):
             unit: _Unit | None = vars(group).get("_hyperpod_unit")
             if unit is not None:
                 watches[id(unit.watch)] = unit.watch
@@ -338,7 +338,7 @@ def _watches_of(model: nn.Module) -> list["UnitTrace"]:
     return list(watches.values())
 
 
-def _groups_of(part: nn.Module) -> list[Any]:
+def groups_of(part: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of a module; before torch 2.12 there is at most one."""
     if not isinstance(part, FSDPModule):
         return []

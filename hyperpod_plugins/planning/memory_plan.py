@@ -13,6 +13,9 @@ Gathered is what FSDP2 would hold at the peak of that step. It gathers a unit be
 computation, and in backward the unit before it, too; whole gradients of a unit wait until all are there. What belongs
 to no unit (embeddings, the head) is gathered from the forward pass to the end of backward.
 
+What `param_offload` and `optimizer_offload` keep in host memory counts there, and not on the device. A step on the host
+also needs a copy of the shards of parameters and gradients, if these are on the device.
+
 Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
 """
 
@@ -174,15 +177,17 @@ class MemoryPlan:
     num_trained: int
     """Of them, those that are trained."""
     parameters: float
-    """Shards of the parameters."""
+    """Shards of the parameters, on the device."""
     gradients: float
-    """Shards of the gradients."""
+    """Shards of the gradients, on the device."""
     optimizer: float
-    """Shards of the optimizer's states."""
+    """Shards of the optimizer's states, on the device."""
     gathered: float
     """Whole parameters and gradients of the units that are being computed."""
     activations: float
     """Peak of what a step keeps besides, logits included."""
+    host_state: float
+    """In host memory: parameters, gradients and optimizer states, or copies of them while the optimizer steps."""
     host_activations: float
     """In host memory: offloaded activations."""
     host_snapshots: float
@@ -197,7 +202,7 @@ class MemoryPlan:
     @property
     def host(self) -> float:
         """Bytes in host memory."""
-        return self.host_activations + self.host_snapshots
+        return self.host_state + self.host_activations + self.host_snapshots
 
     def __str__(self) -> str:
         """Return the parts in GiB."""
@@ -310,15 +315,17 @@ def _plan(
     sharded = count(everything) / topology.shard_degree
     trained = count(everything, trained_only=True) / topology.shard_degree
     optimizer = training.optimizer_states * stored * trained
+    shards = {"parameters": stored * sharded, "gradients": stored * trained, "optimizer": optimizer}
+    on_host = tuple(shards) if config.param_offload else ("optimizer",) * config.optimizer_offload
+    copies = 2 * stored * trained if config.optimizer_offload and not config.param_offload else 0.0
     return MemoryPlan(
         topology=topology,
         num_parameters=sum(parameter.numel() for _, parameter in everything),
         num_trained=sum(parameter.numel() for _, parameter in everything if parameter.requires_grad),
-        parameters=stored * sharded,
-        gradients=stored * trained,
-        optimizer=optimizer,
+        **{name: 0.0 if name in on_host else size for name, size in shards.items()},
         gathered=tracked.gathered,
         activations=tracked.activations,
+        host_state=sum(shards[name] for name in on_host) + copies,
         host_activations=tracked.host_activations,
         host_snapshots=COPIES * (stored * sharded + optimizer) if training.has_snapshots else 0.0,
     )

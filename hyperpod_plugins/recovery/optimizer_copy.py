@@ -10,81 +10,24 @@ So its step is part of the computation before the vote, and everything can be re
 its writes. A rank that has voted and does not know the result keeps its writes if another rank has committed the
 step, and restores the copy if none has. No rank ever has to repeat part of a collective.
 
-`is_elementwise` tells the two kinds apart, `OptimizerCopy` is the copy, and `FreshGradients` rejects gradients that a
-replacement would not have.
+`is_elementwise` (`parallel/elementwise.py`) tells the two kinds apart, `OptimizerCopy` is the copy, and
+`FreshGradients` rejects gradients that a replacement would not have.
 """
 
 import copy
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # pyright: ignore
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from hyperpod_plugins.errors import ConfigError
-
-_ELEMENTWISE = frozenset(
-    {Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
-)  # with any parallelism: each element of a parameter depends only on the same element of gradient and state
-
-
-_PACKAGE = __name__.partition(".")[0]
-_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__  # pyright: ignore
-_hooks_of_all: tuple[dict[int, Any], dict[int, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is known not to communicate: it is that of one of torch's elementwise classes.
-
-    A step hook of the program, or a `step` that the program has set on the instance, may do anything.
-    """
-    if not any(_plain(type(optimizer).step) is _plain(each.step) for each in _ELEMENTWISE):
-        return False
-    return _is_of_class(optimizer) and not any(map(_is_foreign, _hooks_of(optimizer)))
-
-
-def _plain(step: "Callable[..., Any]") -> "Callable[..., Any]":
-    """The `step` of a class without the wrapper that torch puts around it when the first instance is created.
-
-    A subclass gets a wrapper too, if the class that defines the step has had no instance before.
-    """
-    while inspect.isfunction(step) and step.__code__ is _TORCHS_WRAPPER:
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
-
-
-def _is_of_class(optimizer: Optimizer) -> bool:
-    """Whether an optimizer runs the `step` of its class, possibly wrapped by a scheduler or compiled."""
-    step = vars(optimizer).get("step")
-    if step is None:
-        return True
-    of_class = type(optimizer).step
-    compiled = inspect.getattr_static(step, "_torchdynamo_orig_callable", None)
-    if compiled is not None:
-        step = compiled
-    if inspect.getattr_static(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__
-    return step is of_class or (isinstance(step, MethodType) and step.__func__ is of_class)
-
-
-def _hooks_of(optimizer: Optimizer) -> "list[Callable[..., Any]]":
-    own = vars(optimizer)
-    tables = (own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"], *_hooks_of_all)
-    return [hook for table in tables for hook in table.values()]
-
-
-def _is_foreign(hook: "Callable[..., Any]") -> bool:
-    """Whether a hook is neither of this package nor of torch (such as the profiler's)."""
-    return hook.__module__.partition(".")[0] not in (_PACKAGE, "torch")
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:

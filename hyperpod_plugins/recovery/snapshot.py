@@ -319,7 +319,7 @@ class Snapshots:
         self.buddy, self.source_rank = buddy_of[self._rank], self._source_of[self._rank]
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
-        is_pinned = torch.cuda.is_available()
+        is_pinned = any(each.is_cuda for each in state.tensors().values())
         own, of_ward = (
             (None, None)
             if memory is None

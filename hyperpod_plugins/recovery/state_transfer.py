@@ -38,9 +38,11 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     parameters_by_saved_name,
     set_optimizer,
     shape_and_offset_of,
+    state_device,
     step_count_device,
     to_python_scalars,
 )
+from hyperpod_plugins.parallel.host_optimizer import ids_with_host_state
 from hyperpod_plugins.parallel.hsdp import from_local_like, from_local_with_layout
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import pack, unpack
@@ -302,7 +304,7 @@ class TrainingState:
         parameters = parameters_by_saved_name(self.model)
         prefix = f"optimizer.{index}."
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        present = optimizer_tensors(self.model, optimizer)
+        present, on_host = optimizer_tensors(self.model, optimizer), ids_with_host_state()
         state: dict[str, torch.Tensor] = {}
         for full_name, shape, dtype in header["tensors"]:
             if not full_name.startswith(prefix):
@@ -313,7 +315,10 @@ class TrainingState:
                 state[entry] = there  # already allocated
                 continue
             parameter = parameters[entry.rpartition(".")[0]]
-            device = parameter.device if shape else step_count_device(parameter, groups[id(parameter)])
+            if shape:
+                device = state_device(parameter, on_host)
+            else:
+                device = step_count_device(parameter, groups[id(parameter)], on_host)
             local = torch.empty(shape, dtype=_dtype(dtype), device=device)
             layout = header["optimizers"][index]["layouts"].get(entry)
             state[entry] = (

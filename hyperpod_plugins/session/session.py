@@ -38,7 +38,7 @@ from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, Sta
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
+from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
@@ -275,7 +275,9 @@ class Session:
         """Shard a model over the mesh, in place, and move it to the device; see `parallel.parallelize`."""
         averages_replicas = not (self._reproducible or self._rule.is_adascale)
         self._sharded.append(weakref.ref(model))
-        return parallelize(model, self.mesh, self.config, averages_replicas=averages_replicas).to(self.device)
+        parallelize(model, self.mesh, self.config, averages_replicas=averages_replicas)
+        with shards_stay_on_host(model):
+            return model.to(self.device)
 
     def train(
         self,

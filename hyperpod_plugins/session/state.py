@@ -24,13 +24,14 @@ from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.unit_watch import reshard_gathered
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
 from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
-from hyperpod_plugins.recovery.optimizer_copy import HasState, OptimizerCopy, is_elementwise
+from hyperpod_plugins.recovery.optimizer_copy import HasState, OptimizerCopy
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD

@@ -39,6 +39,7 @@ from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
     safe_planner,
     safe_reader,
 )
+from hyperpod_plugins.parallel.hsdp import whole_tensor
 from hyperpod_plugins.smp.job import warn_once
 
 _writing: list[Future[Any]] = []
@@ -129,7 +130,7 @@ def _gather(sharded: Mapping[str, Any], config: FullStateDictConfig) -> dict[str
     keeps = not config.rank0_only or dist.get_rank() == 0
     whole: dict[str, Any] = {}
     for name, value in sharded.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = whole_tensor(value) if isinstance(value, DTensor) else value
         if keeps:
             whole[name] = full.cpu() if config.offload_to_cpu and isinstance(full, torch.Tensor) else full
     return whole

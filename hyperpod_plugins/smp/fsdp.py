@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transfor
 
 from hyperpod_plugins import parallel
 from hyperpod_plugins.delayed_init.tape import own_tensors
-from hyperpod_plugins.errors import ConfigError, InitializationError, NotBuiltYetError, format_list
+from hyperpod_plugins.errors import ConfigError, InitializationError, format_list
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.config import Precision
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
@@ -63,13 +63,7 @@ def translate(asked: ParallelConfig, arguments: FsdpArguments, model: nn.Module,
 
     Raises:
         ConfigError: an argument is not supported.
-        NotBuiltYetError: parameters are to be offloaded.
     """
-    if arguments.cpu_offload is not None and arguments.cpu_offload.offload_params:
-        raise NotBuiltYetError(
-            "cpu_offload=CPUOffload(offload_params=True) keeps parameters on the host, which this release does not "
-            "support. Leave it out, and raise hybrid_shard_degree if memory is short."
-        )
     for name in ("ignored_modules", "ignored_states"):
         ignored = list(getattr(arguments, name) or ())
         if ignored:
@@ -88,12 +82,14 @@ def translate(asked: ParallelConfig, arguments: FsdpArguments, model: nn.Module,
         notes.append("parameters are prefetched in forward as FSDP2 does by default, regardless of forward_prefetch")
     if not arguments.use_orig_params:
         notes.append("parameters keep their names and shapes, as with use_orig_params=True")
+    offloads = arguments.cpu_offload is not None and arguments.cpu_offload.offload_params
     config = replace(
         asked,
         hybrid_shard_degree=degree,
         reshard_after_forward=reshards,
         precision=precision,
         block_classes=blocks,
+        param_offload=asked.param_offload or offloads,
     )
     return Translation(config=config, notes=tuple(notes))
 

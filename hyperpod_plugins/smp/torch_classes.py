@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.memory import ActivationOffload
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.hsdp import from_local_like, local_part, outermost
+from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, local_part, outermost
 from hyperpod_plugins.parallel.parallelize import attach_offload
 
 _wrap: Callable[..., nn.Module] | None = None
@@ -119,7 +119,7 @@ def _prefetching(model: nn.Module, config: ParallelConfig | None) -> ActivationO
     if config is None or not config.sm_activation_offloading:
         return None
     blocks = outermost([part for part in model.modules() if isinstance(part, CheckpointWrapper)])
-    return attach_offload(blocks, config, next(model.parameters()).device) if blocks else None
+    return attach_offload(blocks, config, compute_device(next(model.parameters()))) if blocks else None
 
 
 def _to_host(tensor: torch.Tensor) -> _Packed:

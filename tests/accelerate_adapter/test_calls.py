@@ -28,10 +28,14 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def fresh(options, **arguments):
+    """An Accelerator; with `by_accelerate`, its own FSDP2 shards, as it does for `fp8="te"`, which needs a GPU."""
     from accelerate.state import AcceleratorState, GradientState
 
     from hyperpod_plugins.accelerate import HyperPodPlugin
+    from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
 
+    options = dict(options)
+    AccelerateSettings.needs_accelerate_fsdp2 = ("fp8",) if options.pop("by_accelerate", False) else ()
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return HyperPodPlugin(**options).accelerator(**arguments)
@@ -131,7 +135,9 @@ def use(folder):
         "hsdp": HSDP,
         "tensor": TENSOR,
         "in one file": TENSOR | {"state_dict_type": "FULL_STATE_DICT"},
-        "by Accelerate": HSDP | {"offload_params": True},
+        "by Accelerate": HSDP | {"by_accelerate": True},
+        "parameters on the host": HSDP | {"param_offload": True},
+        "optimizer on the host": TENSOR | {"optimizer_offload": True},
     }.items():
         found[f"states, {name}"] = save_and_load(options, f"{folder}/{name}")
     found["states, elsewhere"] = load_elsewhere({}, f"{folder}/tensor")
@@ -175,8 +181,11 @@ def test_ranks_divide_samples_and_tensor_peers_share_them(used, layout, readers)
     assert len(together) == len(set(together)) == NUM_SAMPLES // (2 * readers) * 2 * readers
 
 
+STATES = ["hsdp", "tensor", "in one file", "by Accelerate", "parameters on the host", "optimizer on the host"]
+
+
 @pytest.mark.spawns
-@pytest.mark.parametrize("case", ["hsdp", "tensor", "in one file", "by Accelerate"])
+@pytest.mark.parametrize("case", STATES)
 def test_a_loaded_state_goes_on_as_if_it_had_never_stopped(used, case):
     for results in used:
         found = results[f"states, {case}"]

@@ -65,7 +65,7 @@ def test_a_preset_is_read_by_other_launchers_too(monkeypatch):
         ({"config": "absent.yaml"}, ConfigError, "absent.yaml"),
         ({"config": "absent.json"}, ConfigError, "absent.json"),
         ({"timeout_s": 0}, ConfigError, "timeout_s"),
-        ({"offload_params": True, "tensor_parallel_degree": 2}, NotBuiltYetError, "offload_params"),
+        ({"fp8": "te", "tensor_parallel_degree": 2}, NotBuiltYetError, "fp8"),
         ({"activation_checkpointing": "some"}, ConfigError, "activation_checkpointing must be one of none, selective"),
         ({"fp8": "te", "precision": "bf16-true"}, ConfigError, "bf16-true"),
     ],
@@ -159,7 +159,7 @@ def test_the_launcher_says_the_precision_where_nobody_else_does(monkeypatch):
     assert HyperPodPlugin()._with_precision("no").config.precision == "32-true"
     assert HyperPodPlugin(precision="bf16-true")._with_precision(None).mixed_precision == "no"
     told = HyperPodPlugin(timeout_s=5, offload_params=True)._with_precision("fp8")
-    assert (told.mixed_precision, told.config.float8_recipe, told.settings.offload_params) == (
+    assert (told.mixed_precision, told.config.float8_recipe, told.config.param_offload) == (
         "bf16",
         "tensorwise",
         True,
@@ -236,10 +236,13 @@ def test_one_process_is_a_group_too_and_mistakes_are_explained(run_ranks):
     assert "cannot lose members" in seen["another backend"]
 
 
-def half_loaded(**options):
+def half_loaded(by_accelerate):
     from torch import nn
 
-    accelerator = HyperPodPlugin(**options).accelerator()
+    from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
+
+    AccelerateSettings.needs_accelerate_fsdp2 = ("fp8",) if by_accelerate else ()
+    accelerator = HyperPodPlugin().accelerator()
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         net = nn.Linear(4, 4)
     try:
@@ -250,8 +253,8 @@ def half_loaded(**options):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("options", [{}, {"offload_params": True}], ids=["sharded here", "sharded by Accelerate"])
-def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks, options):
-    told = run_ranks(half_loaded, world_size=2, timeout_s=60, **options)
+@pytest.mark.parametrize("by_accelerate", [False, True], ids=["sharded here", "sharded by Accelerate"])
+def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks, by_accelerate):
+    told = run_ranks(half_loaded, by_accelerate, world_size=2, timeout_s=60)
     assert "cpu_ram_efficient_loading" in told[0]
     assert told[0] == told[1]

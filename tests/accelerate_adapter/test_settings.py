@@ -33,7 +33,7 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
         ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}),
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"reshard_after_forward": False}),
         (FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"activation_checkpointing": True}),
-        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "True"}, {"offload_params": True}),
+        (FSDP2 | {"FSDP_OFFLOAD_PARAMS": "True"}, {"param_offload": True}),
         (
             FSDP2 | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
             {"block_classes": ("A", "B")},
@@ -69,7 +69,6 @@ def test_what_can_not_be_honoured_is_refused(variables, told):
     [
         {"fp8": "msamp"},
         {"state_dict_type": "LOCAL_STATE_DICT"},
-        {"offload_params": "yes"},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(values):
@@ -79,7 +78,7 @@ def test_settings_that_make_no_sense_are_refused(values):
 
 def test_only_accelerate_can_do_some_things():
     assert AccelerateSettings().needs_accelerate_fsdp2 == ()
-    assert AccelerateSettings(offload_params=True, fp8="te").needs_accelerate_fsdp2 == ("offload_params", "fp8")
+    assert AccelerateSettings(fp8="te").needs_accelerate_fsdp2 == ("fp8",)
     assert AccelerateSettings(fp8="torchao").needs_accelerate_fsdp2 == ()
 
 

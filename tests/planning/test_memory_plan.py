@@ -32,6 +32,8 @@ LAYOUTS = {
     "hsdp 2x2": {"hybrid_shard_degree": 2},
     "full shard 4, recomputed": {"activation_checkpointing": "full"},
     "full shard 4, offloaded, chunks, tiles": WAYS["chunks and tiles"],
+    "full shard 4, parameters on the host": {"param_offload": True},
+    "full shard 4, optimizer on the host": {"optimizer_offload": True},
     "tp 2 x shard 2": {"tensor_parallel_degree": 2},
     "tp 2 x shard 2, recomputed, loss parallel": {
         "tensor_parallel_degree": 2,
@@ -110,7 +112,24 @@ def test_a_rank_needs_what_is_planned(run_ranks):
         for name, peak in found.items():
             plan = plan_memory(sizes(), ParallelConfig.of(LAYOUTS[name]), SHAPE, world_size=4)
             used = plan.parameters + plan.gradients + plan.optimizer + plan.gathered + plan.activations
+            used += plan.host_state  # here, the host is the device
             assert used == pytest.approx(peak, rel=0.1), name
+
+
+def test_training_state_in_host_memory_counts_there():
+    whole, states, everything = (
+        plan_memory(sizes(), ParallelConfig.of(options), SHAPE, world_size=4)
+        for options in ({}, {"optimizer_offload": True}, {"param_offload": True})
+    )
+    assert (whole.host, states.optimizer, everything.optimizer) == (0, 0, 0)
+    assert (states.parameters, states.gradients) == (whole.parameters, whole.gradients)
+    assert states.host == whole.optimizer + whole.parameters + whole.gradients  # its states, and copies for the step
+    assert (everything.parameters, everything.gradients) == (0, 0)
+    assert everything.host == whole.parameters + whole.gradients + whole.optimizer
+    assert (states.gathered, states.activations) == (whole.gathered, whole.activations)
+    both = plan_memory(sizes(), ParallelConfig(param_offload=True, optimizer_offload=True), SHAPE, world_size=4)
+    assert both == everything
+    assert everything.device < states.device < whole.device
 
 
 def test_the_smallest_degrees_that_fit():

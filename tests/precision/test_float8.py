@@ -155,6 +155,8 @@ SAME = [
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective"},
     {"sm_activation_offloading": True},
+    {"param_offload": True},
+    {"optimizer_offload": True},
 ]
 
 

@@ -683,6 +683,16 @@ PROGRAMS = {
         shuffled(),
         {"hybrid_shard_degree": 2, "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)]},
     ),
+    "parameters_on_host": lambda: (Plain(), shuffled(), {"gradient_clip_val": 0.5, "param_offload": True}),
+    "optimizer_on_host": lambda: (
+        Plain(),
+        shuffled(),
+        {
+            "hybrid_shard_degree": 2,
+            "optimizer_offload": True,
+            "callbacks": [CheckpointlessRecovery(snapshot_every_steps=3)],
+        },
+    ),
     "own_curriculum": lambda: (OwnCurriculum(), shuffled(), {}),
     "metric_curriculum": lambda: (MetricCurriculum(), shuffled(), {}),
     "registered_curriculum": lambda: (RegisteredCurriculum(), shuffled(), {}),
@@ -782,11 +792,12 @@ if __name__ == "__main__":
         L.seed_everything(5, workers=True)
     module, data, options = PROGRAMS[name]()
     degree = options.pop("hybrid_shard_degree", 1)
+    on_host = {name: options.pop(name) for name in ("param_offload", "optimizer_offload") if name in options}
     saving = C.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3)
     trainer = L.Trainer(
         accelerator=ACCELERATOR,
         devices=NUM_RANKS,
-        strategy=HyperPodStrategy(hybrid_shard_degree=degree),
+        strategy=HyperPodStrategy(hybrid_shard_degree=degree, **on_host),
         max_epochs=6,
         default_root_dir=folder,
         log_every_n_steps=1,

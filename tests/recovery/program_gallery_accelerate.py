@@ -163,9 +163,9 @@ def language_model():
     accelerator.end_training()
 
 
-def images():
+def images(**settings):
     """As `cv_example.py`: workers with random transforms, BatchNorm, label smoothing, one cycle, best accuracy."""
-    session, accelerator = make()
+    session, accelerator = make(**settings)
     model, optimizer = prepared(accelerator)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=200)
     session.train(model, optimizer, schedule, backward=accelerator.backward)
@@ -178,6 +178,16 @@ def images():
                     session.state["best"] = accuracy
                     accelerator.save_state(str(FOLDER / "best"))
                     accelerator.save(session.state["best"], FOLDER / "best.pt")
+
+
+def parameters_on_host():
+    """The same, with parameters, gradients and optimizer state in host memory."""
+    images(offload_params=True)
+
+
+def optimizer_on_host():
+    """The same, with the optimizer's state in host memory, where it steps."""
+    images(optimizer_offload=True)
 
 
 def plateau():
@@ -450,6 +460,8 @@ PROGRAMS = {
     for each in (
         language_model,
         images,
+        parameters_on_host,
+        optimizer_on_host,
         plateau,
         average,
         recomputed,

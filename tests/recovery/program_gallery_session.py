@@ -87,9 +87,9 @@ def validate(session, model, loss_of_batch, loader):
     return float(total[0] / total[1])
 
 
-def language_model():
+def language_model(**options):
     """Accumulation, tied weights, clipping, a cosine schedule; samples, a best loss and checkpoints in between."""
-    session, model, optimizer = make(LanguageModel, global_batch_size=16)
+    session, model, optimizer = make(LanguageModel, global_batch_size=16, **options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     session.train(model, optimizer, schedule, max_grad_norm=1.0)
 
@@ -114,6 +114,16 @@ def language_model():
                     for _ in range(3):
                         ids = torch.cat([ids, torch.multinomial(model(ids)[:, -1].softmax(-1), 1)], 1)
                 progress.write(f"step {step.index}: {ids.tolist()}")
+
+
+def parameters_on_host():
+    """The same, with parameters, gradients and optimizer state in host memory."""
+    language_model(param_offload=True)
+
+
+def optimizer_on_host():
+    """The same, with the optimizer's state in host memory, where it steps."""
+    language_model(optimizer_offload=True)
 
 
 def images():
@@ -447,6 +457,8 @@ PROGRAMS = {
     each.__name__: each
     for each in (
         language_model,
+        parameters_on_host,
+        optimizer_on_host,
         images,
         plateau,
         average,

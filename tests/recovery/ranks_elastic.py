@@ -167,6 +167,7 @@ def main():
             hybrid_shard_degree=option("SHARDS", 1),
             tensor_plan={"net.0": "colwise", "net.3": "rowwise"},
             activation_offload=bool(option("OFFLOAD", 0)),
+            **dict.fromkeys(option("ON_HOST", "").split(), True),
             block_classes=("Linear",) if option("OFFLOAD", 0) else (),
         ),
         accelerator=ACCELERATOR,

@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow
 from hyperpod_plugins.memory import offload
+from hyperpod_plugins.parallel.host_optimizer import HostMemory, _options_of
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 
 torch.set_num_threads(1)
@@ -33,6 +34,8 @@ MEMORY = {
     "whole": {},
     "recomputed": {"activation_checkpointing": "full"},
     "offloaded": {"activation_offload": True, "activation_loading_horizon": 1},
+    "parameters on the host": {"param_offload": True},
+    "optimizer on the host": {"optimizer_offload": True},
 }
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
 faults = Faults()
@@ -422,6 +425,7 @@ def main():
         "validated": validated,
         "repairs": len(recovery.repairs),
         "offloaded": sum(each.stored_bytes for each in offloads),
+        "on_host": [what.value for what in HostMemory if what in _options_of(optimizer)],
         "causes": [repair.failure.kind for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],
     }

@@ -347,6 +347,18 @@ def test_ranks_killed_while_activations_are_on_the_host(run):
     assert all(result["offloaded"] > 0 for result in found.results())
 
 
+@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+def test_ranks_killed_with_training_state_in_host_memory(run, undisturbed, what):
+    """The same bits as undisturbed and on the device; `optimizer` faults come while the host computes the step."""
+    faults = [each for each in EVERYWHERE if each[0] in ("forward", "backward", "receive", "optimizer", "checkpoint")]
+    faults += [["second group", 8, 2, "raise"], ["optimizer", 7, 1, "kill"], ["forward", 21, 2, "raise"]]
+    found = run(what, faults, MEMORY=f"{what} on the host", **REPLICA)
+    assert_equal(found, undisturbed)
+    assert_logged_once(found, undisturbed, faults)
+    option = {"parameters": "param_offload", "optimizer": "optimizer_offload"}[what]
+    assert all(result["on_host"] == [option] for result in found.results())
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl-like"])
 def test_ranks_lost_where_the_others_have_gathered_a_metric(run, undisturbed, transport):
     """They have its value; it is computed again with the one that comes, and never of what an abort leaves behind."""

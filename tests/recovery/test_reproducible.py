@@ -54,6 +54,25 @@ def test_grown_shrunk_and_killed(nodes, tokens, tmp_path_factory):
             assert_same_bits(found, wanted)
 
 
+@pytest.mark.parametrize("option", ["param_offload", "optimizer_offload"])
+def test_a_replica_joins_a_job_with_training_state_in_host_memory(nodes, tokens, tmp_path_factory, option):
+    """Replicas of two shards; then a worker is killed. The bits are those of a job of one size, on the device."""
+    nodes.environ |= REPRODUCIBLE | {"STEP_S": "0.01", "ON_HOST": option, "SHARDS": "2", "MAX_REPLICAS": "2"}
+    nodes.num_ranks = 2
+    nodes.start("a")
+    nodes.await_size(2)
+    nodes.start("b")
+    nodes.await_size(4)
+    nodes.kill_rank(3)
+    num_steps = nodes.finish()
+    found = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True) for rank in range(4)]
+    assert {result["size"] for result in found} == {4}
+    fixed = run_fixed(tmp_path_factory.mktemp("fixed"), tokens, 2, num_steps, SHARDS="2", MAX_REPLICAS="2")
+    assert curve_of(nodes.folder, 4) == curve_of(fixed.folder, 2)
+    for rank, result in enumerate(found):
+        assert_same_bits(result, fixed.results(2)[rank % 2])
+
+
 def test_replicas_of_two_shards(tokens, tmp_path):
     alone = run_fixed(tmp_path / "one", tokens, 2, 15, SHARDS="2")
     twice = run_fixed(tmp_path / "two", tokens, 4, 15, SHARDS="2")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.smp.fsdp import FsdpArguments, translate
 
@@ -106,7 +106,6 @@ def test_units(policy, classes, words):
     ("arguments", "error", "words"),
     [
         ({"mixed_precision": MixedPrecision(param_dtype=torch.float16)}, ConfigError, "float16.*bfloat16"),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, NotBuiltYetError, "hybrid_shard_degree"),
         ({"ignored_modules": [MODEL[0]]}, ConfigError, "Embedding"),
         ({"auto_wrap_policy": ModuleWrapPolicy({nn.Conv1d})}, ConfigError, "Block"),
     ],
@@ -120,3 +119,9 @@ def test_what_is_done_otherwise_is_told():
     told = translated(use_orig_params=False, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     assert len(told.notes) == 3
     assert translated(cpu_offload=CPUOffload(offload_params=False)).notes == ()
+
+
+def test_offloaded_parameters_are_those_of_fsdp2():
+    assert translated(cpu_offload=CPUOffload(offload_params=True)).config.param_offload
+    assert not translated(cpu_offload=CPUOffload(offload_params=False)).config.param_offload
+    assert not translated().config.param_offload

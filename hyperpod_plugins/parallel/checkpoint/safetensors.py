@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import MissingExtraError
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.hsdp import whole_tensor
 
 _GIB = 2**30
 _WHOLE = "model.safetensors"
@@ -100,7 +100,7 @@ def export_safetensors(
             weight_map |= dict.fromkeys(names, file_name)
             gathered: dict[str, torch.Tensor] = {}
             for name in names:
-                full = _gather(tensors[name])
+                full = whole_tensor(tensors[name])
                 if is_writer:
                     gathered[name] = full.cpu().contiguous().clone()
             with raise_on_all_ranks(failure, group, expected=(SafetensorError,)):
@@ -135,10 +135,6 @@ def _move_into_place(part: Path, target: Path) -> None:
         (part / name).replace(target / name)
     for stale in {_WHOLE, _INDEX} - {*written}:
         (target / stale).unlink(missing_ok=True)
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _write_index(target: Path, weight_map: dict[str, str], size_bytes: int) -> None:

@@ -10,7 +10,7 @@ created from the description in the checkpoint. Both leave step counts and weigh
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, format_list
-from hyperpod_plugins.parallel.hsdp import layout_of, zeros_on_mesh_of
+from hyperpod_plugins.parallel.host_optimizer import ids_with_host_state
+from hyperpod_plugins.parallel.hsdp import from_local_like, layout_of, local_part, zeros_on_mesh_of
 
 _EXTRA_STATE = "_extra_state"
 AVERAGED = "average:"
@@ -215,7 +216,7 @@ def allocate_optimizer_state(
     """
     names = _parameter_names(model)
     parameters = {_name_of(p, names): (p, group) for group in optimizer.param_groups for p in group["params"]}
-    layouts = described.get("layouts", {})
+    layouts, on_host = described.get("layouts", {}), ids_with_host_state()
     tensors: dict[str, torch.Tensor] = {}
     for entry, description in saved.items():
         name, _, key = entry.rpartition(".")
@@ -225,9 +226,13 @@ def allocate_optimizer_state(
         if isinstance(present, torch.Tensor) and present.shape == description.size and present.dtype == dtype:
             tensors[entry] = present
         elif description.size == parameter.shape:
-            tensors[entry] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            device = state_device(parameter, on_host)
+            local = torch.zeros_like(local_part(parameter.detach()), dtype=dtype, device=device)
+            tensors[entry] = from_local_like(parameter, local)
         elif description.size.numel() == 1 and len(description.size) < 2 and entry not in layouts:
-            tensors[entry] = torch.zeros(description.size, dtype=dtype, device=step_count_device(parameter, group))
+            tensors[entry] = torch.zeros(
+                description.size, dtype=dtype, device=step_count_device(parameter, group, on_host)
+            )
         else:
             tensors[entry] = zeros_on_mesh_of(parameter, description.size, dtype, layouts.get(entry))
     return tensors
@@ -261,10 +266,15 @@ def _is_split(tensor: DTensor) -> bool:
     return any(size > 1 and not each.is_replicate() for size, each in zip(sizes, tensor.placements, strict=True))
 
 
-def step_count_device(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Return where an optimizer keeps its step count: on the parameter's device only if its kernels read it there."""
+def state_device(parameter: torch.Tensor, on_host: Collection[int]) -> torch.device:
+    """Return where an optimizer keeps the state of a parameter; `on_host` is `ids_with_host_state()`."""
+    return torch.device("cpu") if id(parameter) in on_host else parameter.device
+
+
+def step_count_device(parameter: torch.Tensor, group: Mapping[str, Any], on_host: Collection[int]) -> torch.device:
+    """Return where an optimizer keeps its step count: beside the state only if its kernels read it there."""
     is_read_there = bool(group.get("fused") or group.get("capturable"))
-    return parameter.device if is_read_there else torch.device("cpu")
+    return state_device(parameter, on_host) if is_read_there else torch.device("cpu")
 
 
 def set_optimizer(
