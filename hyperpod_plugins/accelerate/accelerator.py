@@ -55,7 +55,12 @@ from hyperpod_plugins.parallel import (
 from hyperpod_plugins.parallel.finite import FiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
-from hyperpod_plugins.parallel.parallelize import replace_stale_parameters, save_activation_memory, use_float8
+from hyperpod_plugins.parallel.parallelize import (
+    replace_stale_parameters,
+    save_activation_memory,
+    use_float8,
+    use_float8_gathers,
+)
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery.kept_state import parameters_of
 
@@ -227,6 +232,7 @@ class HyperPodAccelerator(Accelerator):
             prepared = super()._prepare_fsdp2(*args)
             for each in prepared:
                 if isinstance(each, nn.Module):
+                    use_float8_gathers(each, self._config)
                     watch_units(each)
             return prepared
         is_alike = self._config.delayed_values != "rank_0"

@@ -54,11 +54,14 @@ class HyperPodPlugin(AcceleratorSpec):
         source, asked = _read(config_path() if config is None else config)
         asked |= options
         settings = AccelerateSettings(**{name: asked.pop(name) for name in _SETTINGS & set(asked)})
+        gathers_in_float8 = asked.pop("float8_all_gather", None)  # which needs the recipe that `fp8` may imply
         parallel = ParallelConfig.of(source, **asked)
         if settings.fp8 != "off" and parallel.precision == "32-true":
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
         if settings.fp8 == "torchao" and parallel.float8_recipe == "none":
             parallel = ParallelConfig.of(parallel, float8_recipe="tensorwise")  # as Accelerate does
+        if gathers_in_float8 is not None:
+            parallel = ParallelConfig.of(parallel, float8_all_gather=gathers_in_float8)
         values: dict[str, object] = {
             "config": parallel,
             "settings": settings,

@@ -69,6 +69,10 @@ class ParallelConfig:
     """Compute the linear layers of the model's blocks in float8, with one scale for each row (`rowwise`) or tensor
     (`tensorwise`). Needs a precision of bfloat16 and the extra `fp8`.
     """
+    float8_all_gather: bool = False
+    """Gather the weights of these layers in float8, half of the bytes, with the same bits. Needs
+    `float8_recipe="tensorwise"`.
+    """
     tensor_plan: TensorPlan | Literal["auto"] = "auto"
     """Mapping of module-name pattern to style. `auto`: the model's own plan, or else `LLAMA_LIKE_PLAN`."""
     sequence_parallel: bool = False
@@ -179,6 +183,12 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
+        if self.float8_all_gather and self.float8_recipe != "tensorwise":
+            raise ConfigError(
+                f"float8_all_gather=True needs float8_recipe='tensorwise', but it is {self.float8_recipe!r}: only the "
+                "scale of a whole tensor can be applied to its shards before they are gathered. Use 'tensorwise', or "
+                "leave float8_all_gather out."
+            )
         if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with activation_checkpointing='selective': torch does "

@@ -37,6 +37,7 @@ from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
+from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def parallelize(
     use_float8(model, config, torch.device(mesh.device_type))
     save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
+    use_float8_gathers(model, config)
     give_values(model, torch.device(mesh.device_type), config)
     sync_rng_state(mesh["tensor"])
     return model
@@ -101,9 +103,20 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
             f"float8_recipe={config.float8_recipe!r} with precision='32-true': layers in float8 compute all else in "
             "bfloat16. Use precision='bf16-mixed' (Lightning: Trainer(precision='bf16-mixed'))."
         )
-    done = convert_linears(model, config.float8_recipe, device, blocks=outermost_blocks(model, config.block_classes))
+    blocks = outermost_blocks(model, config.block_classes)
+    done = convert_linears(
+        model, config.float8_recipe, device, blocks=blocks, gathers_in_float8=config.float8_all_gather
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.warning("%s", done)
+
+
+def use_float8_gathers(model: nn.Module, config: ParallelConfig) -> None:
+    """Let FSDP2 gather the weights of a sharded model's float8 layers in float8, as `float8_all_gather` says."""
+    if config.float8_all_gather:
+        from hyperpod_plugins.precision.float8_gather import gather_in_float8  # needs torchao
+
+        gather_in_float8(group for part in model.modules() for group in parameter_groups(part))
 
 
 def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) -> None:

@@ -44,6 +44,8 @@ class ConvertedLinears:
     """Part of the linear layers' parameters on this rank that the converted ones have, 0 .. 1."""
     is_emulated: bool
     """Whether float8 is emulated, because the device is a CPU."""
+    gathers_in_float8: bool = False
+    """Whether FSDP2 will gather their weights in float8."""
 
     def __str__(self) -> str:
         """One line for the log."""
@@ -51,7 +53,8 @@ class ConvertedLinears:
         named = {reason: [name for name, why in self.left.items() if why == reason] for reason in reasons}
         left = "; ".join(f"{format_list(names, 3)} ({reason})" for reason, names in named.items())
         return (
-            f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}): "
+            f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}"
+            f"{', gathered in float8' if self.gathers_in_float8 else ''}): "
             f"{len(self.converted)} of {len(self.converted) + len(self.left)} linear layers, with "
             f"{100 * self.share:.0f} % of their parameters" + (f"; not converted: {left}" if left else "")
         )
@@ -74,7 +77,12 @@ def check_float8(recipe: str) -> None:
 
 
 def convert_linears(
-    model: nn.Module, recipe: Float8Recipe, device: torch.device, *, blocks: Collection[nn.Module] = ()
+    model: nn.Module,
+    recipe: Float8Recipe,
+    device: torch.device,
+    *,
+    blocks: Collection[nn.Module] = (),
+    gathers_in_float8: bool = False,
 ) -> ConvertedLinears:
     """Make the linear layers of a model's blocks compute in float8, in place.
 
@@ -86,6 +94,7 @@ def convert_linears(
         recipe: `"rowwise"` or `"tensorwise"`.
         device: that will compute; on a CPU, float8 is emulated.
         blocks: modules in which layers are converted; empty for all but the first and the last layer of the model.
+        gathers_in_float8: whether `gather_in_float8` will be called after `fully_shard`; for the log only.
 
     Returns:
         What was converted.
@@ -122,6 +131,7 @@ def convert_linears(
         left=left,
         share=sum(map(sizes.__getitem__, converted)) / sum(sizes.values()),
         is_emulated=device.type != "cuda",
+        gathers_in_float8=gathers_in_float8,
     )
 
 

@@ -20,7 +20,9 @@ from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
-NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 8
+IS_FLOAT8 = "FLOAT8" in os.environ
+NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if IS_FLOAT8 else 8
+FLOAT8 = {"float8_recipe": "tensorwise", "float8_all_gather": True, "precision": "bf16-mixed"} if IS_FLOAT8 else {}
 torch.set_num_threads(1)
 
 
@@ -81,6 +83,7 @@ def main():
     session = Session(
         hybrid_shard_degree=shards,
         **batch,
+        **FLOAT8,
         random_seed=5,
         elastic=elastic,
         shard_degrees=[int(each) for each in os.environ.get("SHARD_DEGREES", "").split()],
