@@ -81,8 +81,14 @@ from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_
 from hyperpod_plugins.parallel.inner_backward import reduce_root_in_backward, root_gathered_for_its_parts
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.mesh import update_group_members
-from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import (
+    give_values,
+    match_rank_0,
+    refuse_without_float8,
+    replace_stale_parameters,
+)
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
+from hyperpod_plugins.precision.transformer_engine import float8_region
 from hyperpod_plugins.recovery.device_sync import completed_outside_step
 from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
@@ -349,6 +355,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
             refuse_other_types(module, self.config.precision)
+            refuse_without_float8(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)
@@ -379,6 +386,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             recovery = self._recovery
             self.precision_plugin.when_fetched = lambda: recovery.fit.seed_batch()
             self.precision_plugin.settle = reconcile_gradients
+            self.precision_plugin.region = partial(float8_region, module)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
         self._sigterm_consensus = SigtermConsensus(

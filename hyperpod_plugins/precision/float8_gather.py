@@ -160,7 +160,8 @@ class _Float8Unit:
         """Groups whose ranks have other parts of the same weights: of the shard axis, and of the tensor axis."""
         groups = [self._parameters[0].mesh_info.shard_process_group]
         for each in self._parameters:
-            spec = each._unsharded_dtensor_spec
+            of_each = vars(each)
+            spec = of_each.get("_unsharded_dtensor_spec", of_each.get("_tp_spec"))  # the latter before torch 2.12
             if spec is not None:
                 groups += [
                     spec.mesh.get_group(axis) for axis, kind in enumerate(spec.placements) if not kind.is_replicate()

@@ -40,16 +40,18 @@ class Float8Linear(_Float8Linear):
         return super().forward(input)
 
 
-def to_float8(linear: nn.Linear, recipe: str, *, is_emulated: bool) -> None:
+def to_float8(linear: nn.Linear, recipe: str, *, is_emulated: bool, pads_inner_dim: bool = False) -> None:
     """Make a linear layer compute in float8, in place: whatever refers to the module or its parameters still does.
 
     Args:
         linear: exactly an `nn.Linear`.
         recipe: name of a recipe of torchao.
         is_emulated: cast to float8 and back, and multiply in the layer's own type: for devices without float8 units.
+        pads_inner_dim: pad the inner sides of products to multiples of 16.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", is_emulated)
+    object.__setattr__(config, "pad_inner_dim", pads_inner_dim)
     with torch.device("meta"):
         like = Float8Linear(linear.in_features, linear.out_features, bias=False, config=config)
     own = vars(linear)

@@ -205,6 +205,68 @@ def test_what_arrives_is_the_cast_of_the_whole_weight_and_crosses_the_wire_as_on
     run_ranks(four_more_ranks, world_size=4, timeout_s=240)
 
 
+def by_accelerate():
+    """Sharded by Accelerate's own FSDP2, with parameters in host memory."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+
+    dist.init_process_group("hyperpod")
+    found = []
+    for float8_all_gather in (False, True):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        options = {"fp8": "torchao", "float8_all_gather": float8_all_gather, "offload_params": True}
+        accelerator = HyperPodPlugin(hybrid_shard_degree=2, block_classes=("Block",), **options).accelerator()
+        torch.manual_seed(0)
+        model = Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for step in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            reset_traffic()
+            loss = model(x).square().mean()
+            losses.append((float(loss.detach()), traffic()["shard"].payload_bytes["all_gather"]))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+        accelerator.free_memory()
+    (wanted, wanted_bytes), (losses, num_bytes) = (zip(*each, strict=True) for each in found)
+    assert losses == wanted
+    assert num_bytes[0] < 0.6 * wanted_bytes[0]
+
+
+@pytest.mark.spawns
+def test_a_model_that_accelerate_shards():
+    pytest.importorskip("accelerate")
+    run_ranks(by_accelerate, world_size=2, timeout_s=120)
+
+
+def test_the_largest_values_of_shards():
+    """Empty ones count as 0, and NaN as infinite, whatever a reduction makes of it."""
+    from hyperpod_plugins.precision.float8_gather import _largest_values
+
+    shards = [torch.tensor([1.0, -3.0]), torch.empty(0, 4), torch.tensor([torch.nan, 2.0]), torch.tensor([-torch.inf])]
+    for dtype in (torch.float32, torch.bfloat16):
+        found = _largest_values([each.to(dtype) for each in shards])
+        assert (found.dtype, found.tolist()) == (torch.float32, [3.0, 0.0, torch.inf, torch.inf])
+
+
+def test_a_weight_that_was_gathered_in_another_type_is_refused():
+    """A version of torch that does not ask the extension would gather in bfloat16 without a word."""
+    from hyperpod_plugins.precision.float8_linear import to_float8
+
+    layer = nn.Linear(16, 16).bfloat16()
+    to_float8(layer, "tensorwise", is_emulated=True)
+    layer(torch.ones(16, 16).bfloat16())
+    layer.is_gathered_in_float8 = True
+    with pytest.raises(
+        ConfigError, match=r"to be gathered in float8, but arrived in bfloat16: .*Leave float8_all_gather"
+    ):
+        layer(torch.ones(16, 16).bfloat16())
+
+
 @pytest.mark.parametrize("recipe", ["none", "rowwise"])
 def test_other_recipes_are_refused(recipe):
     with pytest.raises(ConfigError, match=f"needs float8_recipe='tensorwise', but it is '{recipe}'"):

@@ -104,6 +104,11 @@ def test_a_body_that_only_one_rank_has_not_ended(tmp_path):
             "tensorwise, emulated on the CPU, gathered in float8",
             id="gathered",
         ),
+        pytest.param(
+            {"float8_recipe": "te-fp8", "block_classes": ["Block"], "te_scaling": {"amax_history_len": 4}},
+            "te-fp8",
+            id="te",
+        ),
     ],
 )
 def test_a_model_in_float8(options, said, tmp_path):

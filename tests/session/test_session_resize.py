@@ -73,7 +73,7 @@ def test_grown_shrunk_and_grown_again(nodes, tmp_path_factory):
 def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_path_factory):
     """A replica joins, and a worker is killed after that; with the same bits as without."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
-    of_float8 = {"FLOAT8": "1", "REPRODUCIBLE": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
+    of_float8 = {"FLOAT8": "gathered", "REPRODUCIBLE": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
     nodes.environ |= of_float8
     nodes.args += PRELOAD
     try:
@@ -97,6 +97,31 @@ def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_
         del wanted["state"]["num_calls"]  # a larger world has fewer micro-steps
         for name, value in wanted["state"].items():
             assert torch.equal(found["state"][name], value), name
+
+
+def test_a_replica_that_joins_gets_the_scales_of_transformer_engine(tmp_path):
+    """They depend on more passes than it makes itself, and without them replicas would differ."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    nodes.environ |= {"FLOAT8": "te", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.finish()
+    finally:
+        nodes.clear()
+    results = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)["state"] for rank in range(4)]
+    names = [name for name in results[0] if "fp8_" in name]
+    assert len(names) == 4 * 3
+    for name in names:
+        assert results[0][name].count_nonzero(), name
+        assert all(torch.equal(each[name], results[0][name]) for each in results), name
+    for one, other in ((0, 2), (1, 3)):  # the same shards
+        num_calls = [results[rank].pop("num_calls") for rank in (one, other)]
+        assert num_calls[0] > num_calls[1] > 0
+        assert all(torch.equal(results[one][name], results[other][name]) for name in results[one])
 
 
 def test_a_loop_that_is_stepped_by_hand_grows_and_shrinks(nodes, tmp_path_factory):
