@@ -18,10 +18,8 @@ from typing_extensions import override
 from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathered_objects, reduced, without_padding
 from hyperpod_plugins.accelerate.compat import (
     Accelerator,
-    AORecipeKwargs,
     FP8BackendType,
     SeedableRandomSampler,
-    TERecipeKwargs,
     get_mixed_precision_context_manager,
     get_sampler,
 )
@@ -210,8 +208,8 @@ class HyperPodAccelerator(Accelerator):
     @property
     @override
     def fp8_backend(self) -> FP8BackendType:
-        """What Accelerate itself converts: nothing where `use_float8` does it, whatever its variables say."""
-        return super().fp8_backend if self.plugin.settings.fp8 == "te" else FP8BackendType.NO
+        """What Accelerate itself converts: nothing, as `use_float8` does it, whatever its variables say."""
+        return FP8BackendType.NO
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
@@ -390,17 +388,11 @@ def _checked(options: dict[str, Any]) -> list[Any]:
 
 
 def _with_ours(plugin: AcceleratorSpec, given: list[Any]) -> list[Any]:
-    recipes = [type(each).__name__ for each in given if isinstance(each, AORecipeKwargs | TERecipeKwargs)]
-    if recipes:
-        raise ConfigError(
-            f"kwargs_handlers has {', '.join(recipes)}, which would have no effect: give float8_recipe='tensorwise' or "
-            "'rowwise' (torchao), or fp8='te' (Transformer Engine), to HyperPodPlugin instead."
-        )
     ours = plugin.kwargs_handlers
     twice = [type(each).__name__ for each in given if type(each) in map(type, ours)]
     if twice:
         raise ConfigError(
-            f"kwargs_handlers has {', '.join(twice)}, which the plugin makes itself: give timeout_s, comm or fp8 to "
+            f"kwargs_handlers has {', '.join(twice)}, which the plugin makes itself: give timeout_s or comm to "
             "HyperPodPlugin instead."
         )
     return [*ours, *given]
