@@ -161,7 +161,7 @@ class RehearsalEnv:
     num_steps: int
     """Number of steps after which the first fit or loop of the program ends."""
     faults: str
-    """Fault schedule; see `recovery.rehearsed_job.parse_schedule`."""
+    """Fault schedule; see `recovery.rehearsal_jobs.parse_schedule`."""
 
     def to_environ(self) -> dict[str, str]:
         """The environment variables to give to the workers."""

@@ -29,7 +29,9 @@
 A message says what was given, what is allowed, and what to do next, in one paragraph.
 """
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 
 
 def format_list(names: Iterable[str], at_most: int = 5) -> str:
@@ -37,6 +39,20 @@ def format_list(names: Iterable[str], at_most: int = 5) -> str:
     listed = list(names)
     more = len(listed) - at_most
     return ", ".join(listed[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
+def whole_number(name: str, value: object) -> int:
+    """Return an option's value as an integer, also if it is NumPy's, or 4.0.
+
+    Raises:
+        ConfigError: it is not a whole number; `name` is for the message.
+    """
+    if type(value) is int:
+        return value
+    number = math.nan if type(value) is bool or not isinstance(value, Real) else float(value)
+    if not number.is_integer():
+        raise ConfigError(f"{name} must be a whole number, but is {value!r}.")
+    return int(number)
 
 
 class HyperPodError(Exception):

@@ -44,13 +44,16 @@ class CausalLM(L.LightningModule):
                 self.model = recipe.build()
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        balances = self.recipe.training.balance_experts
-        told = {"output_router_logits": True} if balances else {}
-        output = self.model(input_ids=batch["input_ids"], **told)
-        logits = output.logits.float().flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+        options = {"output_router_logits": True} if self.recipe.training.balance_experts else {}
+        labels = batch[
+            "labels"
+        ].contiguous()  # already shifted; the model computes the loss, so that loss_chunks applies
+        output = self.model(input_ids=batch["input_ids"], labels=labels, shift_labels=labels, **options)
+        loss = output.loss
+        if self.recipe.training.balance_experts:
+            loss = loss - self.model.config.router_aux_loss_coef * output.aux_loss
         self.log("loss", loss.detach(), prog_bar=True)
-        return loss + self.model.config.router_aux_loss_coef * output.aux_loss if balances else loss
+        return output.loss
 
     def configure_optimizers(self) -> dict:
         training = self.recipe.training

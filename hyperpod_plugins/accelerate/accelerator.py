@@ -23,9 +23,10 @@ from hyperpod_plugins.accelerate.compat import (
     get_mixed_precision_context_manager,
     get_sampler,
 )
-from hyperpod_plugins.accelerate.mesh import HyperPodParallelism
-from hyperpod_plugins.accelerate.optimizer import FiniteStepCheck, HyperPodOptimizer, HyperPodScheduler
 from hyperpod_plugins.accelerate.prepare import (
+    FiniteStepCheck,
+    HyperPodOptimizer,
+    HyperPodScheduler,
     refuse_half_loaded,
     shard_with_optimizers,
     wrap_forward,
@@ -37,7 +38,7 @@ from hyperpod_plugins.accelerate.process_state import (
     update_process_state,
     uses_cpu,
 )
-from hyperpod_plugins.accelerate.spec import AcceleratorSpec
+from hyperpod_plugins.accelerate.spec import AcceleratorSpec, HyperPodParallelism
 from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import (
@@ -60,7 +61,7 @@ from hyperpod_plugins.parallel.parallelize import (
     use_float8_gathers,
 )
 from hyperpod_plugins.parallel.unit_watch import watch_units
-from hyperpod_plugins.recovery.kept_state import parameters_of
+from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
 _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")

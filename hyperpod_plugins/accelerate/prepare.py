@@ -1,17 +1,24 @@
-"""What `prepare` does to a model and its optimizers."""
+"""What `prepare` does to a model and its optimizers, and the optimizers and schedulers that it returns.
 
-from collections.abc import Callable, Sequence
+These are Accelerate's, for sharded parameters and for ranks that share samples.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from hyperpod_plugins.accelerate.compat import convert_outputs_to_fp32
+from hyperpod_plugins.accelerate.compat import AcceleratedOptimizer, AcceleratedScheduler, convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.finite import FiniteCheck, RankFiniteCheck
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
+from hyperpod_plugins.parallel.local_optimizer import step_locally
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 
 
@@ -92,3 +99,110 @@ def wrap_forward(
 
     vars(model)["_original_forward"] = original
     vars(model)["forward"] = MethodType(convert_outputs_to_fp32(forward) if returns_float32 else forward, model)
+
+
+class FiniteStepCheck:
+    """Checks losses in `accelerator.backward`, the norm in `clip_grad_norm_` and the gradients of a step."""
+
+    def __init__(self, finite: FiniteCheck, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """Start without losses.
+
+        Args:
+            finite: has the policy for steps that are not finite.
+            parameters: returns the parameters of all optimizers, whose gradients are checked.
+        """
+        self._finite = finite
+        self._parameters = parameters
+        self._rank_check = RankFiniteCheck(finite)
+        self._norm: Tensor | None = None
+        self._num_batches = self._num_steps = 0
+        self._is_new, self._may_update = False, True
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Record the loss of this rank's next batch, a tensor with one element."""
+        if self._finite.is_enabled:
+            self._begin()
+            self._rank_check.record(self._num_batches, loss)
+        self._num_batches += 1
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Record the norm of all gradients, `()`, the same on all ranks."""
+        if self._finite.is_enabled:
+            self._begin()
+            self._norm = norm
+
+    def _begin(self) -> None:
+        if not self._is_new:
+            self._norm, self._is_new = None, True
+
+    def allows_update(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer may step; of several optimizers that step on the same losses, all do or none.
+
+        Raises:
+            NonFiniteError: a loss of any rank, the norm or a gradient is not finite, and the policy is to stop.
+        """
+        if self._is_new:
+            self._rank_check.settle_for(optimizer, self._parameters())
+            self._may_update = self._rank_check.allows_update(self._norm, step=self._num_steps)
+            self._is_new = False
+            self._num_steps += 1
+        self._finite.raise_if_stopped()
+        return self._may_update
+
+
+class HyperPodOptimizer(AcceleratedOptimizer):
+    """An optimizer whose arithmetic runs on local shards, bypassing DTensor dispatch.
+
+    Args:
+        optimizer: the torch optimizer, also the attribute `optimizer`.
+        check: checks each step before it is made.
+        **options: arguments of `AcceleratedOptimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, check: FiniteStepCheck, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self._check = check
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update parameters at the end of an accumulation window; otherwise do nothing.
+
+        A step that is left out because it is not finite is skipped in Accelerate's sense: schedulers do not advance.
+
+        Raises:
+            NonFiniteError: see `HyperPodPlugin`; nothing was updated.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        self._is_overflow = closure is None and not self._check.allows_update(self.optimizer)
+        if not self._is_overflow:
+            step_locally(self.optimizer, closure or _nothing)
+
+
+class HyperPodScheduler(AcceleratedScheduler):
+    """A scheduler that advances by one for each rank that reads its own samples.
+
+    Accelerate's scheduler advances by the number of processes, which tensor parallelism makes a multiple of that.
+    """
+
+    def __init__(self, *args: Any, data_group: dist.ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._data_group = data_group  # its size is read at each step, because replicas come and go
+
+    @override
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance if the optimizer has made a step."""
+        is_shared_out = self.step_with_optimizer and not self.split_batches and self.gradient_state.sync_gradients
+        if not is_shared_out:
+            super().step(*args, **kwargs)
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        end = vars(self.scheduler).get("total_steps")  # set if it refuses to go further (OneCycleLR)
+        for _ in range(self._data_group.size()):
+            if end is None or self.scheduler._step_count <= end:
+                self.scheduler.step(*args, **kwargs)
+
+
+def _nothing() -> None:
+    return None

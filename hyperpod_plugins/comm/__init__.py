@@ -1,6 +1,5 @@
 """Communication: the c10d backend `hyperpod`, whose process groups outlive their connections, and its transports."""
 
-from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.channel import Channel
 from hyperpod_plugins.comm.commit_vote import commit_vote
 from hyperpod_plugins.comm.device_queue import record_event as record_queue
@@ -15,6 +14,7 @@ from hyperpod_plugins.comm.groups import (
     spec_for_generation,
 )
 from hyperpod_plugins.comm.health import GroupHealth, Phase
+from hyperpod_plugins.comm.options import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pin_generation
 from hyperpod_plugins.comm.reconfigure import Reconfiguration, break_groups, release_broken
 from hyperpod_plugins.comm.runtime import device_queue, group_health, reset_traffic, traffic

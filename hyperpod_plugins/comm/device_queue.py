@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyperpod_plugins.comm.api import GroupKey
+from hyperpod_plugins.comm.options import GroupKey
 
 EventQuery = Callable[[], bool]
 """Returns whether the device has reached a point in its queue; any thread may call it."""

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from hyperpod_plugins import env
 from hyperpod_plugins._registration import register_backends
 from hyperpod_plugins.comm import smddp, sockets
-from hyperpod_plugins.comm.api import WORLD, CommOptions, GroupKey, TransportName, key_of_unnamed_group
 from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.comm.options import WORLD, CommOptions, GroupKey, TransportName, key_of_unnamed_group
 from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup, live_groups
 from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.comm.smddp import Smddp

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hyperpod_plugins.comm.api import GroupKey
+from hyperpod_plugins.comm.options import GroupKey
 from hyperpod_plugins.errors import PeerLost
 
 

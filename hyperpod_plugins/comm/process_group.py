@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
 
-from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.health import Phase
+from hyperpod_plugins.comm.options import CommOptions, GroupKey
 from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.traffic import Collective
 from hyperpod_plugins.comm.transport import InnerGroup, transport_message

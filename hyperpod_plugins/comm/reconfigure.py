@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hyperpod_plugins.comm.api import CommOptions, GroupKey
 from hyperpod_plugins.comm.groups import connect, is_connection_error, spec_for_generation
+from hyperpod_plugins.comm.options import CommOptions, GroupKey
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup, live_groups, shutdown_all
 from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.transport import InnerGroup, InnerSpec

@@ -11,9 +11,9 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch.distributed as dist
 
-from hyperpod_plugins.comm.api import GroupKey
 from hyperpod_plugins.comm.device_queue import DeviceQueue
 from hyperpod_plugins.comm.health import GroupHealth
+from hyperpod_plugins.comm.options import GroupKey
 from hyperpod_plugins.comm.traffic import Traffic, TrafficCounters
 from hyperpod_plugins.errors import DeviceHung
 

@@ -220,3 +220,42 @@ def sample_weight(num_samples: int, *, step_size: int, data_degree: int, num_mic
         num_micro_steps: number by which accumulated losses are divided.
     """
     return num_samples * data_degree * num_micro_steps / step_size
+
+
+def plan_batch(
+    global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False
+) -> BatchSplit:
+    """Split one global batch over the data-parallel ranks, each sample exactly once.
+
+    The shares are equal if the ranks divide the batch. Otherwise they differ by one sample, and gradients must be
+    weighted by `sample_weight`. A rank accumulates gradients if its share is larger than a micro-batch.
+
+    Args:
+        global_batch_size: samples of one optimizer step, over all ranks.
+        data_degree: ranks that read different samples: replicas x shards.
+        max_micro_batch: largest number of samples per rank in one forward and backward pass.
+        allows_idle_ranks: whether a rank may have no sample in the last micro-step of a step.
+
+    Raises:
+        ConfigError: some rank would have no sample in some micro-step; the message names what would fit.
+    """
+    if data_degree > global_batch_size > 0:
+        raise ConfigError(
+            f"a global batch of {global_batch_size} samples cannot feed {data_degree} data-parallel ranks: each needs "
+            f"one sample a step. Use at least {data_degree} samples, or fewer replicas."
+        )
+    return BatchSplit(
+        global_batch_size=global_batch_size,
+        micro_batch_size=max_micro_batch,
+        data_world_size=data_degree,
+        allows_idle_ranks=allows_idle_ranks,
+    )
+
+
+def fits(global_batch_size: int, data_degree: int, max_micro_batch: int, *, allows_idle_ranks: bool = False) -> bool:
+    """Whether `plan_batch` would succeed."""
+    try:
+        plan_batch(global_batch_size, data_degree, max_micro_batch, allows_idle_ranks=allows_idle_ranks)
+    except ConfigError:
+        return False
+    return True

@@ -2,8 +2,7 @@
 
 from hyperpod_plugins.delayed_init.api import delayed_init
 from hyperpod_plugins.delayed_init.materialize import copy_shard_, local_slice, materialize
-from hyperpod_plugins.delayed_init.replay import ReplayReport
-from hyperpod_plugins.delayed_init.tape import Tape, tapes_of
+from hyperpod_plugins.delayed_init.tape import ReplayReport, Tape, tapes_of
 
 __all__ = [
     "ReplayReport",

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.delayed_init.files import files_digest
-from hyperpod_plugins.delayed_init.replay import ReplayReport, replay
 from hyperpod_plugins.delayed_init.reset_parameters import find_initializers, reset_module
 from hyperpod_plugins.delayed_init.tape import (
+    ReplayReport,
     Tape,
     View,
     binding_of,
@@ -26,6 +26,7 @@ from hyperpod_plugins.delayed_init.tape import (
     own_tensors,
     rebind,
     release_tapes,
+    replay,
     tapes_of,
 )
 from hyperpod_plugins.errors import InitializationError, format_list

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperpod_plugins.delayed_init.replay import read_value
-from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, Tape, View
+from hyperpod_plugins.delayed_init.tape import Constant, GeneratorRef, Op, Tape, View, read_value
 from hyperpod_plugins.errors import InitializationError
 
 _aten = torch.ops.aten

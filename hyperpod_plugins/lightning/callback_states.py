@@ -22,8 +22,8 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, load_empty
 from hyperpod_plugins.lightning.trainer_state import is_small, replace_paths
-from hyperpod_plugins.recovery.kept_state import local_tensor
 from hyperpod_plugins.recovery.local_state import LocalStates, copied_leaf
+from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
 
 _BEGUN = " before its batch"

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from hyperpod_plugins.fault_injection.faults import Fault, Injector, parse_faults
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer
-from hyperpod_plugins.recovery.rehearsed_job import ScheduledFaults
+from hyperpod_plugins.recovery.rehearsal_jobs import ScheduledFaults
 
 
 class FaultInjection(Callback):

@@ -23,6 +23,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow, PartStart, SaveForRecovery
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
@@ -49,10 +50,9 @@ from hyperpod_plugins.lightning.reentry import (
     rest_of_epoch,
     take_micro_steps,
 )
-from hyperpod_plugins.lightning.rehearsed_calls import rehearse_fit
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
-from hyperpod_plugins.lightning.trainer_entries import entries, save_entry_end
+from hyperpod_plugins.lightning.trainer_entries import entries, rehearse_fit, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     LOCAL,
@@ -86,7 +86,6 @@ from hyperpod_plugins.lightning.trainer_state import (
     was_asked_to_stop,
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
-from hyperpod_plugins.lightning.window import AccumulationWindow, PartStart, SaveForRecovery
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import NO_STATE, Snapshot, TrainingState, seed_micro_step
 from hyperpod_plugins.recovery.engine import RecoveryEngine

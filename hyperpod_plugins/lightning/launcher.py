@@ -21,8 +21,15 @@ from hyperpod_plugins.lightning.compat import (
     callbacks_of,
 )
 from hyperpod_plugins.lightning.recovery import recovers
-from hyperpod_plugins.lightning.rehearsed_calls import record_restored, record_results, rehearsed_call
-from hyperpod_plugins.lightning.trainer_entries import KINDS, entries, save_entry_end, skip_entry
+from hyperpod_plugins.lightning.trainer_entries import (
+    KINDS,
+    entries,
+    record_restored,
+    record_results,
+    rehearsed_call,
+    save_entry_end,
+    skip_entry,
+)
 
 STATE_OF_PEERS = "memory of the other ranks"
 """Stands for a checkpoint path in a process that gets its state from the other ranks; Lightning logs it as such."""

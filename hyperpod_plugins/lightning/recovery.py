@@ -18,6 +18,7 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import withdraw_announcement
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
+from hyperpod_plugins.lightning.accumulation_window import SaveForRecovery
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, TrainerStatus, callbacks_of
 from hyperpod_plugins.lightning.elastic_training import ElasticState, ElasticTraining
 from hyperpod_plugins.lightning.fit_recovery import FitRecovery, NullFitRecovery
@@ -25,12 +26,11 @@ from hyperpod_plugins.lightning.loggers import continue_runs
 from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import prepare_data_alone
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
-from hyperpod_plugins.lightning.window import SaveForRecovery
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryOptions, Repair, SavedCheckpoints
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
+from hyperpod_plugins.recovery.degrees import form_initial_world
 from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
-from hyperpod_plugins.recovery.layouts import form_initial_world
 from hyperpod_plugins.recovery.local_state import RankLocalState
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rng import random_state, set_random_state

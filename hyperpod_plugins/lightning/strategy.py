@@ -44,8 +44,7 @@ from hyperpod_plugins.lightning.compat import (
     reset_seed,
 )
 from hyperpod_plugins.lightning.datamodule import refuse_early_ends, sample_weight_of
-from hyperpod_plugins.lightning.elastic_training import ElasticState
-from hyperpod_plugins.lightning.grad_averaging import TrainerAveraging
+from hyperpod_plugins.lightning.elastic_training import ElasticState, TrainerAveraging
 from hyperpod_plugins.lightning.launcher import STATE_OF_PEERS, RecoveryLauncher
 from hyperpod_plugins.lightning.local_state import attributes_of, metrics_of
 from hyperpod_plugins.lightning.module_checks import (
@@ -77,22 +76,22 @@ from hyperpod_plugins.parallel import (
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
-from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard, without_replica_sync
-from hyperpod_plugins.parallel.inner_backward import reduce_root_in_backward, root_gathered_for_its_parts
-from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
-from hyperpod_plugins.parallel.mesh import update_group_members
-from hyperpod_plugins.parallel.parallelize import (
-    give_values,
-    match_rank_0,
-    refuse_without_float8,
-    replace_stale_parameters,
+from hyperpod_plugins.parallel.hsdp import (
+    fsdp_units,
+    reduce_root_in_backward,
+    reshard,
+    root_gathered_for_its_parts,
+    without_replica_sync,
 )
+from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
+from hyperpod_plugins.parallel.parallelize import give_values, match_rank_0, replace_stale_parameters
+from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
-from hyperpod_plugins.recovery.device_sync import completed_outside_step
-from hyperpod_plugins.recovery.kept_state import is_elementwise
 from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.optimizer_copy import is_elementwise
 from hyperpod_plugins.recovery.protocols import RESHARD
+from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
 log = logging.getLogger(__name__)
 
@@ -354,8 +353,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
-            refuse_other_types(module, self.config.precision)
-            refuse_without_float8(module, self.config)
+            refuse_other_types(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)
@@ -508,7 +506,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             update = partial(self._update, optimizer, **kwargs)
             result = fit.step(compute, update) if module.automatic_optimization else update(compute())
         if not module.automatic_optimization:
-            reshard(module)  # what is gathered has the old values; see `inner_backward`
+            reshard(module)  # gathered parameters have the old values; see `hsdp.py`
         if self._finite is not None and check is not None:
             if module.automatic_optimization:
                 check.begin()

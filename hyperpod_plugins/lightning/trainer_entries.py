@@ -1,6 +1,9 @@
 """The entries of this process (its calls of `fit`, `validate`, `test` and `predict`), and the state after each.
 
 The state after an entry is kept, so that a process that starts later skips the entry instead of running it again.
+
+In a job of `hyperpod rehearse`, `rehearsed_call` keeps evaluations short, faults happen in the hooks of a call, and its
+results are recorded.
 """
 
 # Lightning's connectors have no public API.
@@ -8,15 +11,19 @@ The state after an entry is kept, so that a process that starts later skips the 
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from hyperpod_plugins.elastic.store.entry_records import EndedEntry
 from hyperpod_plugins.errors import CheckpointError, CommError, RecoveryError, format_list
-from hyperpod_plugins.lightning.compat import Trainer, override
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, TrainerFn, callbacks_of
+from hyperpod_plugins.lightning.compat import override as override_method
+from hyperpod_plugins.lightning.fault_injection import FaultInjection
 from hyperpod_plugins.lightning.local_state import load_attributes, load_local_state
 from hyperpod_plugins.lightning.shown_values import put_tables, tables_of
 from hyperpod_plugins.lightning.trainer_state import (
@@ -24,7 +31,9 @@ from hyperpod_plugins.lightning.trainer_state import (
     last_saves,
     not_restarting,
     set_last_saves,
+    steps_done,
 )
+from hyperpod_plugins.recovery import TrainingState
 from hyperpod_plugins.recovery.entries import (
     Entries,
     invisible_workers,
@@ -32,6 +41,9 @@ from hyperpod_plugins.recovery.entries import (
     save_entry_values,
     state_folder,
 )
+from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.rehearsal_jobs import MAX_EVALUATION_BATCHES, RehearsedCall, ScheduledFaults
+from hyperpod_plugins.recovery.state_digests import state_digests, value_digest
 
 KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
 """Kind of entry, by the name of the function that the Trainer launches."""
@@ -39,6 +51,7 @@ _MAX_PREDICTIONS_BYTES = 64 << 20
 
 entries = Entries()
 """The entries of this process, shared by all its Trainers."""
+_LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
 def save_entry_end(
@@ -152,7 +165,7 @@ def skip_entry(trainer: Trainer, record: EndedEntry, call: Callable[[str], Any],
         return record.results
 
     is_fit = record.kind == "fit"
-    undo = override(trainer, "_run_stage", restore if is_fit else lambda: record.results)
+    undo = override_method(trainer, "_run_stage", restore if is_fit else lambda: record.results)
     try:
         returned = call(str(state_folder(folder, record.number)) if is_fit else "")
     finally:
@@ -184,3 +197,122 @@ def _values_of(trainer: Trainer, kind: str, results: Any, local: dict[str, Any])
         "saved_at": last_saves(trainer),
         "predictions": results if kind == "predict" else None,
     }
+
+
+class _FaultsInFit(FaultInjection):
+    """Injects the faults of a rehearsed fit in the phases that Lightning has hooks for."""
+
+    def __init__(self, faults: ScheduledFaults) -> None:
+        super().__init__(())
+        self._injector = faults
+
+
+class _FaultsInEvaluation(Callback):
+    """Injects the faults of a rehearsed `validate`, `test` or `predict` at the end of a batch."""
+
+    def __init__(self, faults: ScheduledFaults) -> None:
+        self._faults = faults
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Inject faults of the phase `validate`."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._faults.reach("validate", 0)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Inject faults of the phase `test`."""
+        self._faults.reach("test", 0)
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Inject faults of the phase `predict`."""
+        self._faults.reach("predict", 0)
+
+
+def rehearse_fit(trainer: Trainer, rehearsal: Rehearsal | None) -> None:
+    """In a rehearsed job, inject faults in the hooks of a fit, which is entered first or again after a fault."""
+    if rehearsal is not None and rehearsal.faults is not None:
+        _remove_callbacks(trainer)
+        callbacks_of(trainer).append(_FaultsInFit(rehearsal.faults))
+
+
+@contextmanager
+def rehearsed_call(trainer: Trainer, kind: str, worker_id: int) -> Generator[RehearsedCall | None]:
+    """Context of a call of the Trainer, in which evaluations of a rehearsed job are short and faults happen in them.
+
+    Args:
+        trainer: of the call.
+        kind: of the call; see `EndedEntry.kind`.
+        worker_id: of this process.
+    """
+    is_fit = kind == "fit"
+    call = RehearsedCall.create(
+        worker_id, entries.number, training_index=entries.training_index if is_fit else None, kind=kind
+    )
+    if call is None:
+        yield None
+        return
+    limits = {name: getattr(trainer, name) for name in _LIMITS}
+    max_steps = trainer.fit_loop.epoch_loop.max_steps
+    for name, limit in limits.items():
+        setattr(trainer, name, _few(limit))
+    if not is_fit:
+        callbacks_of(trainer).append(_FaultsInEvaluation(call.faults))
+    try:
+        yield call
+    finally:
+        _remove_callbacks(trainer)
+        for name, limit in limits.items():
+            setattr(trainer, name, limit)
+        trainer.fit_loop.epoch_loop.max_steps = max_steps
+
+
+def _few(limit: float) -> float:
+    """Of a limit in batches or as a fraction, a few batches; 0 if there are none."""
+    is_count = isinstance(limit, int) or not limit
+    return min(limit, MAX_EVALUATION_BATCHES) if is_count else MAX_EVALUATION_BATCHES
+
+
+def _remove_callbacks(trainer: Trainer) -> None:
+    callbacks = callbacks_of(trainer)
+    callbacks[:] = [each for each in callbacks if not isinstance(each, _FaultsInFit | _FaultsInEvaluation)]
+
+
+def record_restored(call: RehearsedCall, trainer: Trainer, kind: str, results: Any) -> None:
+    """Record what is left of a call that has ended before a restart: tensors after a fit, else its results."""
+    if kind != "fit":
+        record_results(call, trainer, results)
+        return
+    state = TrainingState(trainer.lightning_module, trainer.optimizers)
+    call.write(steps_done(trainer), "end", state_digests(state))
+
+
+def record_results(call: RehearsedCall, trainer: Trainer, results: Any) -> None:
+    """Record what an evaluation has returned and logged."""
+    found = {f"result {name}": value_digest(value) for name, value in trainer.callback_metrics.items()}
+    call.write(0, "result", {**found, "result returned": value_digest(results)})

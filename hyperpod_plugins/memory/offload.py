@@ -234,7 +234,7 @@ class ActivationOffload:
         pool: HostPool | None = None,
         copies: Copies | None = None,
         min_bytes: int = 0,
-        pays: Callable[[Tensor, int], bool] | None = None,
+        goes_to_host: Callable[[int], bool] | None = None,
     ) -> None:
         """Offload nothing yet; see `attach`.
 
@@ -244,15 +244,15 @@ class ActivationOffload:
             pool: Host memory; by default one of its own.
             copies: How to copy; by default as the device does.
             min_bytes: Size below which tensors stay on the device; 0 for `MIN_BYTES`.
-            pays: Whether an input, given this rank's part of it and the number of blocks, goes to the host; by default
-                each does.
+            goes_to_host: Whether the inputs of a block, given its index, go to the host; asked as it begins. By default
+                those of each block do, but for the last one.
         """
         self.horizon = horizon
         self.pool = pool or HostPool(device)
         self.copies: Copies = copies or (StreamCopies(device) if device.type == "cuda" else HostCopies())
         self._device_type = device.type
         self._min_bytes = min_bytes or MIN_BYTES
-        self._pays, self._num_blocks = pays, 0
+        self._goes_to_host = goes_to_host
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
         self._entered: list[tuple[nn.Module, saved_tensors_hooks]] = []
@@ -266,14 +266,15 @@ class ActivationOffload:
         Args:
             blocks: In the order in which the model runs them.
         """
-        self._num_blocks = len(blocks)
-        for block in blocks:
-            block.register_forward_pre_hook(partial(self._begin, block is blocks[-1]), prepend=True)
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._begin, index, block is blocks[-1]), prepend=True)
             block.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, is_last: bool, block: nn.Module, _: object) -> None:
+    def _begin(self, index: int, is_last: bool, block: nn.Module, _: object) -> None:
         if is_in_backward() or not torch.is_grad_enabled():
             return  # a recomputation, or an evaluation
+        if self._goes_to_host is not None and not self._goes_to_host(index):
+            return
         call = _Call(is_last)
         with self._lock:
             self._calls.append(ref(call))
@@ -334,7 +335,6 @@ class ActivationOffload:
             local.device.type == self._device_type
             and local.is_contiguous()
             and local.untyped_storage().nbytes() == _size(local) >= self._min_bytes  # not a part of something else
-            and (self._pays is None or self._pays(local, self._num_blocks))
         )
 
     def _is_shared(self, saved: Tensor, call: _Call) -> bool:

@@ -66,6 +66,11 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
         block.register_forward_hook(buffers.end, always_call=True)
 
 
+def set_recomputed(block: nn.Module, is_recomputed: bool) -> None:
+    """Say whether the next forward of a block that is set up for recomputation drops what it computes, or keeps it."""
+    checkpoint.state(block).enable_hook = is_recomputed
+
+
 def recomputes_itself(model: nn.Module) -> bool:
     """Whether a model checkpoints activations by its own means, such as `gradient_checkpointing_enable()`."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -3,13 +3,12 @@
 Start reading with `parallelize.py`.
 """
 
-from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.safetensors import export_safetensors
+from hyperpod_plugins.parallel.checkpoint.save_load import CheckpointWriter, SaveHandle, load_checkpoint
 from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.mesh import build_data_group, build_mesh
 from hyperpod_plugins.parallel.parallelize import broadcast_from_rank_0, loss_parallel_context, parallelize
-from hyperpod_plugins.parallel.topology import Coordinates, Topology
+from hyperpod_plugins.parallel.topology import Coordinates, Topology, build_data_group, build_mesh
 
 __all__ = [
     "CheckpointWriter",

@@ -61,8 +61,9 @@ class ParallelConfig:
     random_seed: int = 12345
     """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
     sm_activation_offloading: bool | Literal["auto"] = False
-    """Keep the inputs of checkpointed blocks on the host, and prefetch them for backward; `auto`: where it pays.
-    Without checkpointing of the model's own, this implies `activation_checkpointing="full"`.
+    """Keep the inputs of checkpointed blocks on the host, and prefetch them for backward. `auto` decides block by block
+    what keeps its activations, is computed again, or waits on the host. Without checkpointing of the model's own, this
+    implies `activation_checkpointing="full"`.
     """
     activation_loading_horizon: int = 2
     """Maximum number of blocks whose offloaded inputs are on the device at once."""

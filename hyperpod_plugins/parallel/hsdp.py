@@ -1,7 +1,20 @@
 """Hybrid sharding: apply FSDP2 block by block over the axes `replicate x shard`.
 
 Also helpers that read and rebuild DTensors by their local parts and layouts.
+
+[Note: backward inside the forward] Manual optimization runs backward in `training_step`, inside the forward of the
+root. FSDP2 expects backward to begin at the output of the root's forward. Here it has ended before that output exists.
+Two things follow for the parameters of the root itself, which lie in no unit inside it:
+
+* Nothing tells FSDP2 that a backward has begun if no unit inside the root has run. Gradients would stay with the
+  gathered parameters, and an optimizer, which holds the shards, would find none and change nothing
+  (`reduce_root_in_backward`).
+* A backward ends with the root resharded, so that a second forward in the same step, as in a GAN, would compute with
+  shards. A part of the root that runs then gathers the root again (`root_gathered_for_its_parts`).
 """
+
+# FSDP2 has no public API for the end of a backward.
+# pyright: reportPrivateUsage=false
 
 import logging
 from collections import Counter
@@ -10,14 +23,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
-from hyperpod_plugins.parallel.chains import find_chains
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.unit_watch import watch_units
 
 log = logging.getLogger(__name__)
@@ -87,7 +101,7 @@ def find_blocks(model: nn.Module, class_names: tuple[str, ...] = ()) -> Iterator
     """Yield the modules to shard as FSDP2 units, innermost first: by class name, or else the layers of each chain.
 
     All ranks must run the same units. Without class names, the elements of an `nn.ModuleList` are therefore units
-    only if the model's source runs all of them regardless of the data (see `chains.py`). Others, such as experts,
+    only if the model's source runs all of them regardless of the data (`module_chains.py`). Others, such as experts,
     task heads and layers that may be dropped, belong to the enclosing unit, within which ranks may run different
     modules.
 
@@ -171,7 +185,7 @@ def reshard_after_evaluations(model: nn.Module) -> None:
     an evaluation would find these instead of the ones that the optimizer holds, and what it writes would be dropped.
     """
     for part in outermost([part for part in model.modules() if isinstance(part, FSDPModule)]):
-        if _reshard_after_evaluation not in part._forward_hooks.values():  # pyright: ignore[reportPrivateUsage]
+        if _reshard_after_evaluation not in part._forward_hooks.values():
             part.register_forward_hook(_reshard_after_evaluation)
 
 
@@ -347,3 +361,38 @@ def _placements_of(splits: Sequence[int | None]) -> list[Placement]:
 def _local_rows(parameter: torch.Tensor) -> int:
     """Number of rows that FSDP2 will split: those of the local part if tensor parallelism has split the parameter."""
     return local_part(parameter).shape[0]
+
+
+def reduce_root_in_backward(root: nn.Module, loss: Tensor) -> None:
+    """Make the backward of `loss`, inside the forward of `root`, reduce the root's own gradients at its end."""
+    if isinstance(root, FSDPModule) and loss.requires_grad:
+        state: Any = root._get_fsdp_state()
+        loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+
+
+@contextmanager
+def root_gathered_for_its_parts(root: nn.Module) -> Generator[None]:
+    """Context of the root's forward, in which each part with parameters of the root gathers it before it runs."""
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    parts = set(_own_parts(root))
+
+    def gather(part: nn.Module, *_: Any) -> None:
+        if part in parts:
+            root.unshard()  # does nothing if it is gathered
+
+    hook = register_module_forward_pre_hook(gather)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _own_parts(part: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters that belong to the unit of `part`."""
+    if any(parameter is not None for parameter in part._parameters.values()):
+        yield part
+    for child in part.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parts(child)

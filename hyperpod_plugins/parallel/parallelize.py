@@ -28,10 +28,10 @@ from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, rebind, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.memory.activation_plan import AutomaticPlan
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
 from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
-from hyperpod_plugins.memory.offload_choice import AutomaticOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
@@ -213,11 +213,21 @@ def save_activation_memory(
         )
     if not has_own:
         recompute_blocks(blocks, "selective" if kind == "selective" else "full")
-    return attach_offload(blocks, config, device, pool) if is_offloaded else None
+    if not is_offloaded:
+        return None
+    communicates = config.tensor_parallel_degree > 1 or any(
+        isinstance(part, nn.SyncBatchNorm) for part in model.modules()
+    )
+    return attach_offload(blocks, config, device, pool, may_keep=not has_own and not communicates)
 
 
 def attach_offload(
-    blocks: Sequence[nn.Module], config: ParallelConfig, device: torch.device, pool: HostPool | None = None
+    blocks: Sequence[nn.Module],
+    config: ParallelConfig,
+    device: torch.device,
+    pool: HostPool | None = None,
+    *,
+    may_keep: bool = False,
 ) -> ActivationOffload:
     """Keep the inputs of recomputed blocks on the host, as `sm_activation_offloading` and its horizon say.
 
@@ -226,11 +236,18 @@ def attach_offload(
         config: configuration to apply.
         device: device of the model.
         pool: host memory; by default one of its own.
+        may_keep: whether `"auto"` may leave out the recomputation of blocks; not if they communicate.
     """
-    horizon = config.activation_loading_horizon
-    pays = AutomaticOffload(device, horizon) if config.sm_activation_offloading == "auto" else None
-    offload = ActivationOffload(device, horizon=horizon, pool=pool, pays=pays)
+    plan = AutomaticPlan(device, may_keep=may_keep) if config.sm_activation_offloading == "auto" else None
+    offload = ActivationOffload(
+        device,
+        horizon=config.activation_loading_horizon,
+        pool=pool,
+        goes_to_host=None if plan is None else plan.goes_to_host,
+    )
     offload.attach(blocks)
+    if plan is not None:
+        plan.attach(blocks)
     return offload
 
 

@@ -1,4 +1,4 @@
-"""Parallel degrees and rank arithmetic, without torch.
+"""The topology of a job: parallel degrees and rank arithmetic, and the `DeviceMesh` and process groups that follow.
 
 The ranks of a world form a grid with three axes, `replicate x shard x tensor`, in row-major order:
 
@@ -7,13 +7,19 @@ The ranks of a world form a grid with three axes, `replicate x shard x tensor`, 
 `tensor` is innermost because it communicates most, so its peers share a node. `shard` comes next and stays inside a
 node where it fits. Ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
 whenever there is more than one node per replica. The replicate axis always exists, even at size 1: it is the
-only one whose size may change in a running job.
+only one whose size may change in a running job; `update_group_members` then gives the groups other members.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hyperpod_plugins.errors import DegreeError
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
+from hyperpod_plugins.errors import CommError, DegreeError
 
 Axis = Literal["replicate", "shard", "tensor"]
 AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
@@ -142,3 +148,74 @@ def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> s
 
 def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:-1])) + f" or {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
+    """Build the 3-axis mesh `("replicate", "shard", "tensor")` over the initialized default process group.
+
+    Every axis gets its own group, even an axis of size 1 or one that spans the world. `init_device_mesh` would
+    reuse the default group for the latter; then the world could not grow without changing that axis.
+
+    Returns:
+        A mesh of shape `topology.shape` whose groups know their `GroupKey`.
+    """
+    groups: list[dist.ProcessGroup] = [new_axis_group(*_group_of(topology, axis, dist.get_rank())) for axis in AXES]
+    ranks = torch.arange(topology.world_size).view(topology.shape)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
+def build_data_group(topology: Topology) -> dist.ProcessGroup:
+    """Build the data-parallel group of this rank: `replicate x shard`, one rank of each tensor group.
+
+    Losses and metrics are reduced over it, so that values shared by tensor peers count once. Without tensor
+    parallelism it is the default group.
+    """
+    if topology.tensor_degree == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return new_axis_group(*_group_of(topology, "data", dist.get_rank()))
+
+
+def update_group_members(topology: Topology, global_rank: int) -> None:
+    """Set the members of this process's groups for a new topology. The groups must be disconnected.
+
+    The mesh, and what FSDP2 and DTensor hold of it, stay the same objects; they ask the groups for their sizes.
+
+    Args:
+        topology: the new topology: same degrees, different number of replicas.
+        global_rank: rank of this process in it, with the same `shard` and `tensor` coordinates.
+
+    Raises:
+        CommError: a group was not made by this package, so its members in the new world are unknown.
+    """
+    for name, group in live_groups().items():
+        axis = group.key.axis
+        if axis in (*AXES, "data"):
+            key, members = _group_of(topology, axis, global_rank)
+        elif not group.key.coordinates and not group.key.group_id:  # all ranks
+            key, members = group.key, tuple(range(topology.world_size))
+        else:
+            raise CommError(
+                f"the process group {name!r} was made by torch.distributed.new_group, so its members in a world of "
+                "another size are unknown. In an elastic job, make groups with hyperpod_plugins.comm.new_axis_group, "
+                "or make none of your own."
+            )
+        group.reassign(key, members, members.index(global_rank))
+
+
+def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey, Sequence[int]]:
+    """Return key and members of a rank's group along an axis of the mesh, or along `data`.
+
+    The key contains the degrees, so that groups of different layouts have different names, but not the number of
+    replicas, which may change during the group's lifetime.
+    """
+    here = topology.coordinates(global_rank)
+    place = {"replicate": here.replicate, "shard": here.shard, "tensor": here.tensor}
+    if axis in AXES:
+        members: Sequence[int] = topology.peers(global_rank, axis)
+        del place[axis]
+    else:
+        members = range(here.tensor, topology.world_size, topology.tensor_degree)
+        place = {"tensor": here.tensor}
+    degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
+    return GroupKey(axis=axis, coordinates=(*place.items(), *degrees)), members

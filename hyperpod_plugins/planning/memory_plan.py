@@ -4,7 +4,10 @@ Training state: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054), section 3.1: w
 parameters, their gradients and the optimizer's states in the type of the parameters, split over `shard x tensor` ranks.
 
 Activations are counted, not estimated: one training step of the model runs with fake tensors, whose operations compute
-shapes only, with the recomputation, chunks and tiles of the configuration; `TrackedMemory` counts what it keeps.
+shapes only, with the recomputation, chunks and tiles of the configuration; `TrackedMemory` counts what it keeps. It is
+a dispatch mode that sees the result of every operation, also in backward, and counts the bytes of each new storage
+until it is freed. Temporary memory inside an operation and the rounding of an allocator are not seen. FSDP2 frees and
+allocates gathered parameters by resizing their storage, which is counted, too.
 
 Gathered is what FSDP2 would hold at the peak of that step. It gathers a unit before it runs, in the type of
 computation, and in backward the unit before it, too; whole gradients of a unit wait until all are there. What belongs
@@ -13,27 +16,32 @@ to no unit (embeddings, the head) is gathered from the forward pass to the end o
 Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
 """
 
+# Storages have no public identity, and torch's type stubs name the arguments of `resize_` differently.
 # Configurations of transformers have private fields and no common type.
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.memory.tiled_mlp import skip_trials
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.hsdp import find_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
-from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
 from hyperpod_plugins.recovery.snapshot import COPIES
 
 GIB = 2**30
@@ -42,6 +50,103 @@ _SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 _FUSED = "hyperpod_plan"
 _FRAGMENTATION = 0.05
 """Part of the device's memory that an allocator loses between blocks of different sizes."""
+
+
+class TrackedMemory(TorchDispatchMode):
+    """Counts the bytes of storages that operations return, as long as they live; one at a time in a process."""
+
+    def __init__(self) -> None:
+        """Count nothing yet."""
+        super().__init__()
+        self.current = 0
+        """Bytes now."""
+        self.peak = 0
+        """Most bytes so far."""
+        self.added = self.peak_added = 0
+        """Bytes that `add` has added, now and at the peak."""
+        self._sizes: dict[int, int] = {}  # by storage; -1 for one that is left out
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Do not count the storage of a tensor, now or later."""
+        storage = _storage_of(tensor)
+        key = storage._cdata
+        if key not in self._sizes:  # another storage may have its place later
+            weakref.finalize(storage, self._forget, key)
+        self.current -= max(0, self._sizes.get(key, 0))
+        self._sizes[key] = -1
+
+    def __enter__(self) -> Self:
+        """Start to count."""
+        self._resize = torch.UntypedStorage.resize_
+        tracker, resize = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker.count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop to count."""
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(_storage_of(leaf))
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new, or has another size than before."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known == -1 or known == size:
+            return
+        if known is None:
+            weakref.finalize(storage, self._forget, key)
+        self._sizes[key] = size
+        self._change(size - (known or 0))
+
+    def add(self, num_bytes: float) -> None:
+        """Count memory that no tensor stands for; a negative number takes it away again."""
+        self.added += int(num_bytes)
+        self._change(int(num_bytes))
+
+    def _change(self, num_bytes: int) -> None:
+        self.current += num_bytes
+        if self.current > self.peak:
+            self.peak, self.peak_added = self.current, self.added
+
+    def _forget(self, key: int) -> None:
+        self.current -= max(0, self._sizes.pop(key, 0))
+
+
+class UncountedPool(HostPool):
+    """Host memory of an offload where the host is the device, or nothing is: it does not count."""
+
+    def __init__(self, device: torch.device, tracker: TrackedMemory) -> None:
+        """Let `tracker` leave out all blocks; there is no limit."""
+        super().__init__(device, budget_bytes=1 << 62)
+        self._tracker = tracker
+
+    def acquire(self, num_bytes: int) -> HostBlock | None:
+        """Return a block, as `HostPool` does."""
+        tracker = self._tracker
+        peak = tracker.peak, tracker.peak_added
+        block = super().acquire(num_bytes)
+        if block is not None:
+            tracker.leave_out(block.memory)
+            tracker.peak, tracker.peak_added = peak
+        return block
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,13 +35,13 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.abort import SavedCheckpoints
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
-from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
+from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
+from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_transfer import TrainingState

@@ -29,10 +29,10 @@ from hyperpod_plugins.elastic.store.entry_records import (
 )
 from hyperpod_plugins.env import JobEnv, WorkerEnv, run_id
 from hyperpod_plugins.errors import CheckpointDamaged, RecoveryError
-from hyperpod_plugins.recovery.abort import request_restart
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.plan import RecoveryLevel
+from hyperpod_plugins.recovery.restart_all import request_restart
 from hyperpod_plugins.recovery.rng import random_state, set_random_state
 
 log = logging.getLogger(__name__)

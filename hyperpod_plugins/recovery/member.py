@@ -29,10 +29,10 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, events_folder
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import EventFile, listen
-from hyperpod_plugins.recovery.abort import follow_final_save, restart_all
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.program_collectives import ProgramCollectives
 from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
+from hyperpod_plugins.recovery.restart_all import follow_final_save, restart_all
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors, members_before
 from hyperpod_plugins.recovery.watchdog import (

@@ -42,7 +42,7 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     to_python_scalars,
 )
 from hyperpod_plugins.parallel.hsdp import from_local_like, from_local_with_layout
-from hyperpod_plugins.recovery.kept_state import local_tensor
+from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import pack, unpack
 
 MESSAGE_BYTES = 64 * 2**20

@@ -29,8 +29,6 @@ from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
 from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.abort import check_no_newer_checkpoint
-from hyperpod_plugins.recovery.device_sync import synchronize_or_raise
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import (
     NO_STATE,
@@ -51,8 +49,10 @@ from hyperpod_plugins.recovery.protocols import (
 )
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.restart_all import check_no_newer_checkpoint
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
 from hyperpod_plugins.recovery.snapshot import Snapshots
+from hyperpod_plugins.recovery.watchdog import synchronize_or_raise
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class StepTransaction:
             compute: Forward, backward and clipping; may be called again. If it changes anything that the
                 `TrainingLoop` cannot undo, a fault makes this rank's state count as lost.
             commit: The optimizer step; it must not communicate. An optimizer that communicates must step in
-                `compute`; see `recovery.kept_state`.
+                `compute`; see `recovery.optimizer_copy`.
 
         Returns:
             The result of `commit`.

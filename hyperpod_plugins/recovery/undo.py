@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace
 from hyperpod_plugins.recovery.attributes import PlainAttributes
-from hyperpod_plugins.recovery.kept_state import OptimizerCopy, local_tensor, parameters_of
+from hyperpod_plugins.recovery.optimizer_copy import OptimizerCopy, local_tensor, parameters_of
 from hyperpod_plugins.recovery.packing import as_integers
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)

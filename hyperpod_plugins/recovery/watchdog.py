@@ -1,9 +1,12 @@
-"""Sends the heartbeats of this process, and detects ranks that hang from the last heartbeat of each rank.
+"""Detects what hangs: ranks, from the last heartbeat of each, and the device of this rank, whose queue must drain.
 
-A rank that hangs sends no heartbeats, or reports that it is somewhere other than in the collective where the others
-wait for it. A long collective alone is no evidence of a hang. Inside a step, and for a rank that loads its data, the
-limit follows the job's own step time. A rank outside a step (a validation, a callback of the first rank) gets the
-general limit, even from ranks that already wait for it in their next step.
+`Watchdog` sends the heartbeats of this process. A rank that hangs sends no heartbeats, or reports that it is somewhere
+other than in the collective where the others wait for it. A long collective alone is no evidence of a hang. Inside a
+step, and for a rank that loads its data, the limit follows the job's own step time. A rank outside a step (a
+validation, a callback of the first rank) gets the general limit, even from ranks that already wait for it in their next
+step.
+
+`synchronize_or_raise` waits for an asynchronous device: its pending work cannot be voted for, written or shown yet.
 
 [Note: clocks] No clock of another machine is read. A heartbeat carries a number that counts up, and a reader measures
 on its own monotonic clock how long that number has been unchanged; see `HeartbeatAges`.
@@ -14,19 +17,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import FrameType
 from typing import Any, Protocol, Self
 
+import torch
 import torch.distributed as dist
 
-from hyperpod_plugins.comm import current_wait
+from hyperpod_plugins.comm import Phase, current_wait, group_health, record_queue
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, DeviceHung
 from hyperpod_plugins.recovery.plan import NO_STATE
 
 HEARTBEATS_MISSED_S = 5.0
@@ -40,6 +45,8 @@ _PART_OF_LIMIT = 0.125
 _LOOKS_A_SECOND = 200.0
 """Limit for all ranks together; each look reads the heartbeats of all ranks."""
 _LOADING = re.compile(r"/torch/utils/data/|/loops/fetchers\.py$|/hyperpod_plugins/data/loader\.py$")
+_DRAIN_LIMIT_S = 30.0
+_DRAIN_POLL_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,3 +386,44 @@ class Watchdog:
 def _main_frame() -> FrameType | None:
     """The innermost frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+
+
+def synchronize_or_raise(device: torch.device) -> None:
+    """Wait until all work queued on a device is done; returns at once on the CPU.
+
+    While the groups are healthy there is no time limit: the other ranks find out which rank hangs. Once the groups
+    are broken, their collectives are aborted, and the queue must drain.
+
+    Raises:
+        DeviceHung: The queue has not drained within 30 s after the groups broke.
+    """
+    is_done = record_queue(device)
+    broken_s: float | None = None
+    while is_done is not None and not is_done():
+        now_s = time.monotonic()
+        if group_health.cause is not None:
+            broken_s = now_s if broken_s is None else broken_s
+            if now_s - broken_s > _DRAIN_LIMIT_S:
+                raise DeviceHung(
+                    f"the queue of {device} did not end within {_DRAIN_LIMIT_S:.0f} s after its groups broke"
+                )
+        time.sleep(_DRAIN_POLL_S)
+
+
+@contextmanager
+def completed_outside_step(device: torch.device) -> Generator[None]:
+    """Context for a collective outside a step whose result is used: at its end, the result is there, or an exception.
+
+    The result of a collective that was aborted is what was in the memory before (see the note in `comm/health.py`); a
+    metric or a logged mean would show it. Inside a step the vote finds out, and nothing is waited for.
+
+    Raises:
+        PeerLost: a rank was lost; raised at the end of the context, outside a step only.
+        DeviceHung: see `synchronize_or_raise`.
+    """
+    with group_health.checks_host_read():
+        yield
+    if group_health.phase is Phase.STRICT:
+        synchronize_or_raise(device)
+        with group_health.checks_host_read():
+            pass

@@ -12,7 +12,7 @@ from hyperpod_plugins.comm.groups import has_joined
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
-from hyperpod_plugins.parallel.mesh import update_group_members
+from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
 
 

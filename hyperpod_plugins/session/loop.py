@@ -38,7 +38,7 @@ from hyperpod_plugins.recovery import seed_micro_step
 from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.manual import EqualShares, check_means
+from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, ends_only_this_process

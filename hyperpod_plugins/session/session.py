@@ -23,15 +23,16 @@ from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
-from hyperpod_plugins.elastic.scaling.learning_rates import (
+from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
+    LrScaling,
+    LRScalingRule,
     find_reference,
     publish_reference,
     warn_of_adaptive,
 )
-from hyperpod_plugins.elastic.scaling.lr import LrScaling, LRScalingRule
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
@@ -47,22 +48,22 @@ from hyperpod_plugins.parallel.replica_mean import (
 from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery import NO_STATE, Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
-from hyperpod_plugins.recovery.engine import join_job
-from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
-from hyperpod_plugins.recovery.layouts import (
+from hyperpod_plugins.recovery.degrees import (
     as_degrees,
     form_initial_world,
     layouts_of,
     with_degrees,
 )
+from hyperpod_plugins.recovery.engine import join_job
+from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
 from hyperpod_plugins.recovery.local_state import ProgramState, is_metric
 from hyperpod_plugins.recovery.packing import on_own_device
-from hyperpod_plugins.recovery.rehearsed_job import RehearsedCall
+from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
-from hyperpod_plugins.session.manual import EqualShares, refuse_session_options, refuse_train_options
+from hyperpod_plugins.session.manual_optimization import EqualShares, refuse_session_options, refuse_train_options
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
-from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates
+from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
@@ -29,8 +29,8 @@ from hyperpod_plugins.parallel.unit_watch import reshard_gathered
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
-from hyperpod_plugins.recovery.kept_state import HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
+from hyperpod_plugins.recovery.optimizer_copy import HasState, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.protocols import RESHARD

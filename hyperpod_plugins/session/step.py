@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import LoopError, PeerLost
-from hyperpod_plugins.recovery.kept_state import FreshGradients
+from hyperpod_plugins.recovery.optimizer_copy import FreshGradients
 from hyperpod_plugins.recovery.rng import BATCH
 
 # Messages for what a loop must not do: collectives and optimizer steps that recovery could not repair.

@@ -7,12 +7,17 @@ tsm.init({"hybrid_shard_degree": 16})
 model = FullyShardedDataParallel(tsm.transform(model), ...)      # translated to `parallel.parallelize`
 """
 
-from hyperpod_plugins.smp.checkpoint import async_save, load, maybe_finalize_async_calls, save
-from hyperpod_plugins.smp.delayed_param import DelayedParamIniter
-from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
+from hyperpod_plugins.smp.checkpoint import (
+    SMStateDictType,
+    async_save,
+    load,
+    maybe_finalize_async_calls,
+    save,
+    sm_state_dict_type,
+)
+from hyperpod_plugins.smp.fsdp import DelayedParamIniter, clip_grad_norm_, wrap
 from hyperpod_plugins.smp.install import install, uninstall
 from hyperpod_plugins.smp.job import init, is_initialized, state
-from hyperpod_plugins.smp.state_dicts import SMStateDictType, sm_state_dict_type
 from hyperpod_plugins.smp.transform import MoEConfig, transform
 
 __all__ = [

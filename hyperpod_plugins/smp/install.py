@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter, SafeReader
-from hyperpod_plugins.smp import checkpoint, fsdp_class, job, state_dicts
-from hyperpod_plugins.smp.delayed_param import DelayedParamIniter
-from hyperpod_plugins.smp.fsdp import clip_grad_norm_, wrap
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter, SafeReader
+from hyperpod_plugins.smp import checkpoint, job, torch_classes
+from hyperpod_plugins.smp.fsdp import DelayedParamIniter, clip_grad_norm_, wrap
 from hyperpod_plugins.smp.transform import MoEConfig, transform
 
 _ROOT = "torch.sagemaker"
@@ -48,7 +47,7 @@ def uninstall() -> None:
     for name in [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]:
         del sys.modules[name]
     torch.__dict__.pop("sagemaker", None)
-    fsdp_class.set_translation(False)
+    torch_classes.set_translation(False)
     job.reset()
 
 
@@ -75,7 +74,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "async_save": checkpoint.async_save,
         "maybe_finalize_async_calls": checkpoint.maybe_finalize_async_calls,
     }
-    kinds = {"SMStateDictType": state_dicts.SMStateDictType, "sm_state_dict_type": state_dicts.sm_state_dict_type}
+    kinds = {"SMStateDictType": checkpoint.SMStateDictType, "sm_state_dict_type": checkpoint.sm_state_dict_type}
     files = {"DistributedFileSystemReader": SafeReader, "DistributedFileSystemWriter": CheckedWriter}
     inner = {
         "delayed_param": {"DelayedParamIniter": DelayedParamIniter},
@@ -123,13 +122,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-fsdp_class.set_replacements(
+torch_classes.set_replacements(
     wrap,
     {
-        "state_dict_type": state_dicts.sm_state_dict_type,
-        "set_state_dict_type": state_dicts.set_state_dict_type,
-        "optim_state_dict": state_dicts.optim_state_dict,
-        "optim_state_dict_to_load": state_dicts.optim_state_dict_to_load,
+        "state_dict_type": checkpoint.sm_state_dict_type,
+        "set_state_dict_type": checkpoint.set_state_dict_type,
+        "optim_state_dict": checkpoint.optim_state_dict,
+        "optim_state_dict_to_load": checkpoint.optim_state_dict_to_load,
     },
     lambda: job.current_job().config if job.is_initialized() else None,
 )

@@ -16,7 +16,7 @@ from hyperpod_plugins.env import WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.topology import AXES
-from hyperpod_plugins.smp import fsdp_class
+from hyperpod_plugins.smp import torch_classes
 
 # Warnings about behavior that may differ from what an SMP v2 script expects.
 
@@ -76,7 +76,7 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
         dist.init_process_group(BACKEND)
     topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
     _job = Job(config=asked, topology=topology, mesh=_mesh(topology), ranks_per_node=env.local_world_size)
-    fsdp_class.set_translation(True)
+    torch_classes.set_translation(True)
 
 
 def is_initialized() -> bool:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperpod_plugins.comm import WORLD, GroupKey, reset_traffic, traffic, wire_bytes
-from hyperpod_plugins.comm.api import key_of_unnamed_group
+from hyperpod_plugins.comm.options import key_of_unnamed_group
 from hyperpod_plugins.comm.process_group import num_bytes
 from hyperpod_plugins.comm.runtime import runtime
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState, GradientNoise, NoiseEstimate
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule, LRState
 
 REFERENCE = 8
 ADASCALE = LRScalingRule(scaling="adascale")

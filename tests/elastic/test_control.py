@@ -15,8 +15,8 @@ from hyperpod_plugins.cli import main
 from hyperpod_plugins.elastic.membership.admission import job_status, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.reshard import requested_degrees
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.control import Controller, Request, Ticket, send
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError

@@ -11,7 +11,7 @@ from elastic.stores import Counted, Cut, Lost
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import add_candidate, candidates
-from hyperpod_plugins.elastic.rendezvous.expiry import record_node_exit
+from hyperpod_plugins.elastic.rendezvous.keep_alive import record_node_exit
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 

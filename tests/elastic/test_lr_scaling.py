@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.scaling.lr import (
-    Ramp,
-    SampleClock,
-    fits,
-    lr_factor,
-    plan_batch,
-)
+from hyperpod_plugins.data.batch_split import fits, plan_batch
+from hyperpod_plugins.elastic.scaling.lr_scaling import Ramp, SampleClock, lr_factor
 from hyperpod_plugins.errors import ConfigError
 
 

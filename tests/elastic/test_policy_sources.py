@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
-from hyperpod_plugins.elastic.scaling.policy_io import PolicyFormat, batch_of, read_policy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.policy_formats import PolicyFormat, batch_of, read_policy
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
 
 MANIFEST = {"minReplicas": 2, "maxReplicas": 8, "replicaIncrementStep": 2, "scalingTimeoutInSeconds": 40}

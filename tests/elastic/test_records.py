@@ -7,10 +7,10 @@ import pytest
 
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, SlotLease
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState
-from hyperpod_plugins.elastic.scaling.lr import LRState, Ramp
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRState, Ramp
 from hyperpod_plugins.elastic.store.entry_records import EndedEntry
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan

@@ -28,14 +28,14 @@ from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import backends
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, connect_served, serve_store
-from hyperpod_plugins.elastic.rendezvous.expiry import request_new_round
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler, create_rendezvous
+from hyperpod_plugins.elastic.rendezvous.keep_alive import request_new_round
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, NodeAssignment, SlotLease, SlotPolicy
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, RoundEnd
 from hyperpod_plugins.elastic.rendezvous.torchrun_workers import WorkerMonitor
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan

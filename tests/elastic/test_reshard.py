@@ -18,8 +18,8 @@ from hyperpod_plugins.elastic.membership.reshard import (
     why_not_reshard,
 )
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED, JobRestart
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.store import RoundEnd
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
 POLICY = ElasticPolicy(max_replicas=4, faulty_scale_down_timeout_s=30.0)

@@ -14,7 +14,7 @@ from harness import run_ranks
 from hyperpod_plugins import comm
 from hyperpod_plugins.comm import CommOptions, Reconfiguration, break_groups, join_world
 from hyperpod_plugins.errors import DeviceHung, PeerLost
-from hyperpod_plugins.recovery import device_sync
+from hyperpod_plugins.recovery import watchdog
 from hyperpod_plugins.recovery.rng import seed_micro_step
 
 pytestmark = [pytest.mark.spawns, pytest.mark.gpu]
@@ -68,13 +68,13 @@ def gated():
     device = own_device(0)
     is_done = keep_busy(device, 0.5)
     was_done = is_done()
-    device_sync.synchronize_or_raise(device)
+    watchdog.synchronize_or_raise(device)
     outcomes = [was_done, is_done()]
-    device_sync._LIMIT_S = 0.2
+    watchdog._DRAIN_LIMIT_S = 0.2
     is_done = keep_busy(device, 2.0)
     threading.Timer(0.1, comm.group_health.mark_broken, ["a test", lambda: None]).start()
     with pytest.raises(DeviceHung, match=f"queue of {device}"):
-        device_sync.synchronize_or_raise(device)
+        watchdog.synchronize_or_raise(device)
     return [*outcomes, is_done()]
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.recovery.layouts import initial_world_size, layouts_of, with_degrees
+from hyperpod_plugins.recovery.degrees import initial_world_size, layouts_of, with_degrees
 
 
 def options(**given):

@@ -7,8 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
-from hyperpod_plugins.elastic.scaling.learning_rates import LearningRates, scaled
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule, LRState
+from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates, LRScalingRule, LRState, scaled
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import listen
 from hyperpod_plugins.lightning.elastic_training import step_schedulers

@@ -230,7 +230,7 @@ def keep_one_while_training(tokens, folder):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from hyperpod_plugins.lightning import HyperPodStrategy, TokenDataConfig, TokenDataModule
-    from hyperpod_plugins.parallel.checkpoint import api as checkpoint
+    from hyperpod_plugins.parallel.checkpoint import save_load as checkpoint
 
     may_publish, publish = threading.Event(), checkpoint.publish
 

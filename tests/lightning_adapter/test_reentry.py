@@ -23,7 +23,7 @@ from hyperpod_plugins.lightning.recovery import TrainerRecovery
 from hyperpod_plugins.lightning.reentry import Reentry, install_part_hooks, remove_part_hooks, rest_of_epoch
 from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import prepare_loader_hooks
-from hyperpod_plugins.recovery import Member, abort
+from hyperpod_plugins.recovery import Member, restart_all
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
 
@@ -90,7 +90,7 @@ def make_recovery(monkeypatch):
     job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
     monkeypatch.setattr(entries, "member", None)
     monkeypatch.setattr(Member, "start", lambda member: None)
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     yield lambda: TrainerRecovery(CheckpointlessRecovery(), None, job, worker_id=0, world_size=1)
     group_health.reset()
 

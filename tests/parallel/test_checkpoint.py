@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from hyperpod_plugins.parallel.checkpoint import api as checkpoint
+from hyperpod_plugins.parallel.checkpoint import dcp_storage as checkpoint_storage
 from hyperpod_plugins.parallel.checkpoint import files as checkpoint_files
-from hyperpod_plugins.parallel.checkpoint import storage as checkpoint_storage
-from hyperpod_plugins.parallel.checkpoint.api import CheckpointWriter, SaveHandle, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint import save_load as checkpoint
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import SafeReader
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum, write_sums
-from hyperpod_plugins.parallel.checkpoint.storage import SafeReader
+from hyperpod_plugins.parallel.checkpoint.save_load import CheckpointWriter, SaveHandle, load_checkpoint
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
 

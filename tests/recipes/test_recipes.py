@@ -8,8 +8,10 @@ import pytest
 import torch
 from harness import run_ranks
 
-from hyperpod_plugins.elastic.scaling.policy_io import read_policy
+from hyperpod_plugins.delayed_init import materialize
+from hyperpod_plugins.elastic.scaling.policy_formats import read_policy
 from hyperpod_plugins.parallel.hsdp import local_part
+from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.planning import GIB
 
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
@@ -18,6 +20,7 @@ SIZES = {  # parameters, as the published checkpoints have them
     "gpt_oss_120b": 116_829_156_672,
     "gpt_oss_20b": 20_914_757_184,
     "llama3_70b": 70_553_706_496,
+    "llama3_70b_fp8_offload": 70_553_706_496,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_full": 8_030_261_248,
     "llama3_8b_long_context": 8_030_261_248,
@@ -102,6 +105,29 @@ def test_a_smoke_run_keeps_the_kind_of_the_model():
     assert degrees == (1, 2, 2)
 
 
+@pytest.mark.parametrize("name", ["llama3_8b_long_context", "qwen3_30b_a3b"])
+def test_the_loss_is_that_of_next_tokens_and_in_chunks_where_the_plan_says_so(name):
+    import train
+    from recipe import Recipe
+
+    recipe = Recipe.read(FOLDER / f"{name}.yaml").smoke()
+    torch.manual_seed(0)
+    module = train.CausalLM(recipe, with_weights=False)
+    materialize(module)
+    module.log = lambda name, value, **_: logged.append(value)
+    tokens = torch.randint(256, (2, 33))
+    batch, logged = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}, []
+    logits = module.model(input_ids=batch["input_ids"]).logits
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    save_activation_memory(module, recipe.config, torch.device("cpu"))
+    outputs = []
+    module.model.register_forward_hook(lambda _, __, output: outputs.append(output))
+    loss = module.training_step(batch, 0)
+    assert logged[0].item() == pytest.approx(whole.item(), rel=1e-6)
+    assert (loss.item() > whole.item() + 1e-4) == recipe.training.balance_experts
+    assert (type(outputs[0].logits) is torch.Tensor) == (recipe.config.loss_chunks == 1)
+
+
 def smoke(folder, name, steps):
     sys.path.insert(0, str(FOLDER))
     import train
@@ -126,10 +152,11 @@ def smoke(folder, name, steps):
         ("gpt_oss_20b", 10, 0.7),
         ("llama3_8b_lora", 16, 0.985),
         ("llama3_8b_long_context", 10, 0.7),
+        ("llama3_70b_fp8_offload", 10, 0.7),
     ],
 )
 def test_a_small_one_learns_and_holds_what_was_planned(tmp_path, name, steps, share):
-    """Tensor parallel; experts and sliding windows; adapters, which learn little around random weights; offload."""
+    """Tensor parallel; experts and sliding windows; adapters, which learn little at first; offload; float8."""
     for losses, held, planned in run_ranks(smoke, str(tmp_path), name, steps, world_size=4, timeout_s=150.0):
         assert len(losses) == steps
         assert sum(losses[-2:]) < share * sum(losses[:2])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hyperpod_plugins.comm import ResilientProcessGroup
 from hyperpod_plugins.recovery import RecoveryOptions
-from hyperpod_plugins.recovery.kept_state import is_elementwise
+from hyperpod_plugins.recovery.optimizer_copy import is_elementwise
 
 WIDTH, NUM_LAYERS, NUM_STEPS = 8, 3, int(os.environ.get("STEPS", "12"))
 SNAPSHOTS = int(os.environ.get("SNAPSHOTS", "0"))

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from device import ACCELERATOR
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.recovery.kept_state import local_tensor
+from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 
 torch.set_num_threads(1)
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

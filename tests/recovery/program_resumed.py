@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy, trainer_entries
-from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter
 from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.recovery.local_state import LocalStates
 

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
-from hyperpod_plugins.lightning.window import AccumulationWindow
+from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow
 from hyperpod_plugins.memory import offload
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 

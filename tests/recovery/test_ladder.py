@@ -13,14 +13,14 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.events import Event, EventFile, listen, record
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery import Arrival, RecoveryLevel, abort, plan_recovery
-from hyperpod_plugins.recovery.abort import (
+from hyperpod_plugins.recovery import Arrival, RecoveryLevel, plan_recovery, restart_all
+from hyperpod_plugins.recovery.protocols import Attempts, RetryPolicy
+from hyperpod_plugins.recovery.restart_all import (
     SavedCheckpoints,
     check_no_newer_checkpoint,
     known_checkpoints,
     newest_checkpoint,
 )
-from hyperpod_plugins.recovery.protocols import Attempts, RetryPolicy
 
 HSDP = Topology(world_size=4, shard_degree=2)
 
@@ -72,10 +72,10 @@ def test_the_newest_checkpoint_is_the_last_that_is_still_there(tmp_path):
 
 @pytest.mark.parametrize(("loses_steps", "num_told"), [(True, 1), (False, 0)])
 def test_a_restart_without_a_checkpoint_says_how_to_save_one(loses_steps, num_told, monkeypatch, caplog):
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     job_store, lost = JobStore(HashStore()), StateLost("a test")
     with pytest.raises(StateLost):
-        abort.restart_all(job_store, JobEnv(run_id="job"), 1, lost, loses_steps=loses_steps)
+        restart_all.restart_all(job_store, JobEnv(run_id="job"), 1, lost, loses_steps=loses_steps)
     told = [each.getMessage() for each in caplog.records if "ALL STEPS SO FAR ARE LOST" in each.getMessage()]
     assert len(told) == num_told
     assert all("session.save(...)" in each and "ModelCheckpoint" in each for each in told)

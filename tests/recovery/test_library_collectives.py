@@ -15,8 +15,8 @@ from recovery.faults import PRELOAD, run_job
 from torch.distributed import distributed_c10d
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.recovery.library_collectives import are_same_objects, is_alone, replace_in_torch
 from hyperpod_plugins.recovery.packing import are_same
+from hyperpod_plugins.recovery.program_collectives import are_same_objects, is_alone, replace_in_torch
 
 PROGRAM = "program_library_collectives.py"
 Pair = collections.namedtuple("Pair", "first second")

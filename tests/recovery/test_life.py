@@ -45,9 +45,9 @@ from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import CheckpointDamaged, ConfigError, RecoveryError
-from hyperpod_plugins.recovery import abort
-from hyperpod_plugins.recovery.abort import SavedCheckpoints
+from hyperpod_plugins.recovery import restart_all
 from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_entry_values, save_entry_values
+from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 
 TRAINER = """
     kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
@@ -319,7 +319,7 @@ def test_a_node_without_the_state_after_an_entry_is_told_to_share_storage(tmp_pa
 def test_a_detached_process_that_communicates_between_two_entries_has_all_restart(monkeypatch):
     job_store = JobStore(HashStore())
     monkeypatch.setattr(JobStore, "connect", lambda job: job_store)
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     try:

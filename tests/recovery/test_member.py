@@ -15,11 +15,11 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, abort
-from hyperpod_plugins.recovery.abort import SavedCheckpoints
+from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, restart_all
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryPlan
 from hyperpod_plugins.recovery.protocols import RetryPolicy
 from hyperpod_plugins.recovery.quorum import Generation, ReplacementTimeout
+from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 from hyperpod_plugins.recovery.shutdown import JobShutdown, restart_without_missing
 from hyperpod_plugins.recovery.step import end_generation_for_return
 
@@ -57,7 +57,7 @@ def member_of_one(replacement_timeout_s=1.0, num_ranks=1):
 def test_a_job_that_gets_no_further_starts_again_from_a_checkpoint(monkeypatch):
     """Groups are formed each time, and break before a step is committed; steps that are committed count anew."""
     monkeypatch.setattr(Reconfiguration, "run", lambda attempt: None)
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     member, _store = member_of_one(replacement_timeout_s=0.1)
 
     def come_together(times):
@@ -129,7 +129,7 @@ def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends()
 @pytest.mark.parametrize(("saved_step", "begins_at"), [(9, 10), (11, 11)])
 def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkeypatch, tmp_path, saved_step, begins_at):
     monkeypatch.setattr(Reconfiguration, "run", lambda attempt: None)
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     member, _store = member_of_one(num_ranks=2)
     checkpoint, rescued = tmp_path / "checkpoint", tmp_path / "rescued"
     checkpoint.mkdir()

@@ -151,7 +151,7 @@ def test_a_library_that_shares_objects_counts_as_the_program():
         ("torch.distributed.checkpoint.utils", True),
         ("accelerate.utils.fsdp_utils", True),
         ("lightning.fabric.utilities.distributed", False),
-        ("hyperpod_plugins.parallel.checkpoint.planner", False),
+        ("hyperpod_plugins.parallel.checkpoint.dcp_storage", False),
     ):
         outer = {"__name__": module, "all_gather_object": scope["all_gather_object"]}
         exec("def share():\n    return all_gather_object()", outer)

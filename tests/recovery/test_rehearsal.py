@@ -20,31 +20,35 @@ from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     IN_FIRST_FIT,
     PHASES,
+    STATE_COPY,
+    STATE_LOST,
     DigestLine,
+    DigestLog,
     PhaseResult,
     Place,
     RehearsalPlan,
+    RehearsedCall,
+    RehearsedFault,
+    ScheduledFaults,
     all_faults,
     first_difference,
     format_table,
     judge,
+    parse_schedule,
     read_happened,
     read_lines,
     records,
     unsteady_names,
 )
-from hyperpod_plugins.recovery.rehearsed_job import (
-    STATE_COPY,
-    STATE_LOST,
-    DigestLog,
-    RehearsedCall,
-    RehearsedFault,
-    ScheduledFaults,
-    parse_schedule,
-)
-from hyperpod_plugins.recovery.replica_comparison import Disagreement, suspects_of
 from hyperpod_plugins.recovery.snapshot import SnapshotPolicy
-from hyperpod_plugins.recovery.state_digests import Difference, StepGradients, differing, value_digests
+from hyperpod_plugins.recovery.state_digests import (
+    Difference,
+    Disagreement,
+    StepGradients,
+    differing,
+    suspects_of,
+    value_digests,
+)
 
 PROGRAM = Path(__file__).with_name("program_rehearsal.py")
 PUT_BACK = PROGRAM.with_name("program_putback.py")

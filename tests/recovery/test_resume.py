@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.stop_reports import (

@@ -16,7 +16,7 @@ from hyperpod_plugins.elastic.launcher.round import RoundStarter
 from hyperpod_plugins.elastic.store.entry_records import check_checkpoint, why_untrusted
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import CheckpointWriter
-from hyperpod_plugins.recovery.abort import SavedCheckpoints, known_checkpoints, newest_checkpoint
+from hyperpod_plugins.recovery.restart_all import SavedCheckpoints, known_checkpoints, newest_checkpoint
 
 
 def checkpoint_of(run_id, path):

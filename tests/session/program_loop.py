@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 sys.path.append(str(Path(__file__).parent.parent / "stand_ins"))  # of Transformer Engine
 from faults import Faults
 
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hyperpod_plugins import RecoveryOptions
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
-from hyperpod_plugins.parallel.checkpoint.storage import CheckedWriter
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter
 from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.session import Session

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.data.sampler import ElasticSampler
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, LoopError
 from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.session import Session
-from hyperpod_plugins.session.manual import (
+from hyperpod_plugins.session.manual_optimization import (
     EqualShares,
     check_means,
     refuse_session_options,

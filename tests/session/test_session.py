@@ -24,8 +24,8 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.scaling.lr import LRScalingRule
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -39,7 +39,7 @@ from hyperpod_plugins.errors import (
     StateLost,
 )
 from hyperpod_plugins.parallel import parallelize
-from hyperpod_plugins.recovery import HangPolicy, Member, abort
+from hyperpod_plugins.recovery import HangPolicy, Member, restart_all
 from hyperpod_plugins.session import Session
 from hyperpod_plugins.session.transaction import ends_only_this_process
 
@@ -272,7 +272,7 @@ def test_values_that_all_agree_on(session):
 def member(monkeypatch, session):
     """Makes the session's process a member of a job."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(abort, "_FINAL_SAVE_S", 0.0)
+    monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     session._member = Member(
         JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
         worker_id=0,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import (
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.smp.fsdp_arguments import FsdpArguments, translate
+from hyperpod_plugins.smp.fsdp import FsdpArguments, translate
 
 PER_NODE = 8
 Strategy = ShardingStrategy

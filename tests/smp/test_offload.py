@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hyperpod_plugins.smp.offload import KeepOnHost, _from_host, _to_host
+from hyperpod_plugins.smp.torch_classes import KeepOnHost, _from_host, _to_host
 
 
 def test_activations_go_and_parameters_stay():

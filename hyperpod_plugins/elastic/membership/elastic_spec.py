@@ -8,7 +8,7 @@ that the available ranks can form.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.records import JsonRecord
 from hyperpod_plugins.errors import DegreeError

@@ -8,8 +8,8 @@ can absorb. Under torchrun no other code of ours runs in the agent, so the handl
 store to the workers, and its keep-alive thread kills workers that others report as hanging.
 
     joiner.py        how a node gets a slot            slots.py               the decisions about slots; pure
-    keep_alive.py    how it keeps the slot             store.py               the keys that agents share
-    expiry.py        records of lost workers, nodes    backends.py            the store: served by an agent, or etcd
+    keep_alive.py    how it keeps the slot, and how    store.py               the keys that agents share
+                     lost ones are recorded            backends.py            the store: served by an agent, or etcd
     control.py       `hyperpod scale` and `status`     torchrun_workers.py    workers of torchrun's own agent
 """
 
@@ -40,9 +40,14 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.membership.admission import is_in_world, world_or_none
 from hyperpod_plugins.elastic.process import set_snapshot_folder
 from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend, open_etcd, open_served
-from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, expire_slot, record_node_exit, register_workers
 from hyperpod_plugins.elastic.rendezvous.joiner import RendezvousJoiner
-from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
+from hyperpod_plugins.elastic.rendezvous.keep_alive import (
+    KeepAlive,
+    can_take_joiners,
+    expire_slot,
+    record_node_exit,
+    register_workers,
+)
 from hyperpod_plugins.elastic.rendezvous.slots import (
     LeaseState,
     LivenessTracker,

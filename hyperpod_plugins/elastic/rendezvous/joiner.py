@@ -14,8 +14,7 @@ from torch.distributed.elastic.utils.logging import get_logger
 from hyperpod_plugins.elastic.membership.admission import is_in_world
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.rendezvous.backends import StoreBackend
-from hyperpod_plugins.elastic.rendezvous.expiry import can_take_joiners, request_new_round
-from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive
+from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive, can_take_joiners, request_new_round
 from hyperpod_plugins.elastic.rendezvous.slots import (
     Decision,
     JoinStep,

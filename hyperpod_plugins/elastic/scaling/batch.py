@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from hyperpod_plugins.data import BatchSplit
-from hyperpod_plugins.elastic.scaling.lr import fits, plan_batch
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
+from hyperpod_plugins.data.batch_split import fits, plan_batch
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 
 

@@ -59,14 +59,14 @@ from hyperpod_plugins.parallel.checkpoint.state import StateParts
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.buffer_states import BufferStates
-from hyperpod_plugins.recovery.kept_state import (
+from hyperpod_plugins.recovery.local_state import LocalStates
+from hyperpod_plugins.recovery.optimizer_copy import (
     FreshGradients,
     HasState,
     OptimizerCopy,
     is_elementwise,
     local_tensor,
 )
-from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import BATCH, EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import (
@@ -406,7 +406,7 @@ class AccumulationWindow:
 
     @property
     def steps_before_vote(self) -> bool:
-        """Whether optimizers step before the vote, because they may communicate; see `recovery.kept_state`."""
+        """Whether optimizers step before the vote, because they may communicate; see `recovery.optimizer_copy`."""
         return self._beginning.kept is not None
 
     def forget_gradients(self) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from hyperpod_plugins.parallel.chains import find_chains
+from hyperpod_plugins.parallel.module_chains import find_chains
 
 
 class Layers(nn.Module):

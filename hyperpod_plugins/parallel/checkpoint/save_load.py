@@ -32,6 +32,14 @@ from torch.optim import Optimizer
 from hyperpod_plugins.comm import generation_of, group_health, pin_generation
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
+from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
+    CheckedWriter,
+    PartsPlanner,
+    SafePlanner,
+    SafeReader,
+    own_error,
+    tensor_entries,
+)
 from hyperpod_plugins.parallel.checkpoint.files import (
     FORMAT,
     discard,
@@ -54,14 +62,6 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     set_optimizer,
-)
-from hyperpod_plugins.parallel.checkpoint.storage import (
-    CheckedWriter,
-    PartsPlanner,
-    SafePlanner,
-    SafeReader,
-    own_error,
-    tensor_entries,
 )
 from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 

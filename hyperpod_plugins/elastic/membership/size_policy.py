@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from hyperpod_plugins.elastic.scaling.lr import fits, whole_number
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.data.batch_split import fits
+from hyperpod_plugins.errors import ConfigError, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

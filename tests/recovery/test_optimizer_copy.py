@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure
-from hyperpod_plugins.recovery.kept_state import FreshGradients, OptimizerCopy, is_elementwise
+from hyperpod_plugins.recovery.optimizer_copy import FreshGradients, OptimizerCopy, is_elementwise
 from hyperpod_plugins.recovery.state_transfer import hyperparameters, to_python_numbers
 from hyperpod_plugins.recovery.undo import StepStart
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import ReplicaBatch, StepBatch
-from hyperpod_plugins.elastic.scaling.policy import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, format_list
 
 # Elastic limits: HyperPod manifests and recipes, and DeepSpeed's `elasticity` block.

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import JobStore, elastic_event_detected
-from hyperpod_plugins.elastic.membership import preemption
+from hyperpod_plugins.elastic.membership import elastic_events
 from hyperpod_plugins.elastic.membership.admission import announce_preemption, publish_initial_world
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
@@ -32,9 +32,9 @@ def job_store(monkeypatch):
     job_store = JobStore(dist.HashStore())
     monkeypatch.setenv("HYPERPOD_STORE", "localhost:1")
     monkeypatch.setattr(JobStore, "connect", lambda job: job_store)
-    monkeypatch.setattr(preemption, "_notices", preemption._Notices())
-    monkeypatch.setattr(preemption, "_ASK_EVERY_S", 0.0)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, *preemption.NOTICES)}
+    monkeypatch.setattr(elastic_events, "_notices", elastic_events._Notices())
+    monkeypatch.setattr(elastic_events, "_ASK_EVERY_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, *elastic_events.NOTICES)}
     yield job_store
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -66,5 +66,5 @@ def test_a_store_that_does_not_answer(job_store, monkeypatch, address, is_over):
         raise dist.DistNetworkError("connection reset")
 
     monkeypatch.setenv("HYPERPOD_STORE", address)
-    monkeypatch.setattr(preemption, "world_or_none", lost)
+    monkeypatch.setattr(elastic_events, "world_or_none", lost)
     assert elastic_event_detected() is is_over

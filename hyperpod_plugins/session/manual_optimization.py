@@ -8,7 +8,7 @@ whole step, in every world that the job may have, and options that need these pl
 number of backward passes and of optimizer steps, and their order, are up to the function.
 
 As optimizers may have stepped when a fault interrupts the function, all that they write is copied when a step begins,
-as for optimizers that communicate (see `recovery.kept_state`). The ranks vote when the function has returned.
+as for optimizers that communicate (see `recovery.optimizer_copy`). The ranks vote when the function has returned.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,0 +1,309 @@
+"""Which blocks keep their activations, are computed again, or wait on the host: `activation_offload="auto"`.
+
+A block of width h computes about `24 tokens h^2` operations in forward, and its input has `2 tokens h` bytes in
+bfloat16. So the copy of an input to the host hides behind the computation if `h >= F / (12 B)`, for F operations and B
+bytes a second, whatever the length; backward has three times the time. To compute a block again costs a third of its
+time, and to keep what it has computed costs memory, some 17 times its input.
+
+So with room for everything nothing is done; with less, the last blocks keep their activations, which backward needs
+first, and the others are computed again. The inputs of these go to the host where that hides and lets more blocks keep
+their activations, or where nothing else fits.
+
+How much room there is, is measured: in the first steps with a size of input, all blocks are computed again, and their
+inputs offloaded if that hides. After two steps of the optimizer, when all of its state exists, what the device has had
+free at the peak is shared out. Where blocks communicate (tensor parallelism) all ranks must compute the same blocks
+again, so there all are.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hyperpod_plugins.memory.recompute import is_in_backward, set_recomputed
+
+log = logging.getLogger(__name__)
+Way = Literal["offload", "recompute", "keep"]
+MARGIN = 0.1
+"""Part of the device's memory that stays free: an allocator loses some between blocks of different sizes, and later
+steps may need more than the first ones."""
+_NUM_STEPS = 2
+_MATRIX, _COPY_BYTES, _REPEATS = 4096, 64 << 20, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpeed:
+    """What a device computes, and what the link to its host carries."""
+
+    flops: float
+    """Operations a second, in matrix products in bfloat16."""
+    bytes_per_s: float
+    """From the device to pinned host memory."""
+
+    @property
+    def least_width(self) -> float:
+        """Smallest hidden size with which copies of inputs hide behind the computation of blocks."""
+        return self.flops / (12 * self.bytes_per_s)
+
+
+class DeviceMemory(Protocol):
+    """Memory of the device of this process, in bytes."""
+
+    def total(self) -> int:
+        """All that this process may allocate."""
+        ...
+
+    def allocated(self) -> int:
+        """What its tensors take now."""
+        ...
+
+    def peak(self) -> int:
+        """The most that its tensors have taken since the process began."""
+        ...
+
+
+class CudaMemory:
+    """Memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure `device`."""
+        self._device = device
+
+    def total(self) -> int:
+        """What is free, and what this process's allocator holds."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+    def allocated(self) -> int:
+        """As in `DeviceMemory`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """As in `DeviceMemory`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """What is done about the activations of a model's blocks; in their order, those that are offloaded come first."""
+
+    num_offloaded: int
+    """Blocks that are computed again from an input that waits on the host."""
+    num_recomputed: int
+    """Blocks that are computed again from an input that stays on the device."""
+    num_kept: int
+    """Blocks whose activations stay on the device."""
+    why: str
+
+    def way(self, index: int) -> Way:
+        """What is done about the block with this index."""
+        if index < self.num_offloaded:
+            return "offload"
+        return "recompute" if index < self.num_offloaded + self.num_recomputed else "keep"
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        parts = {"kept": self.num_kept, "computed again": self.num_recomputed}
+        parts["computed again from inputs on the host"] = self.num_offloaded
+        return f"blocks {', '.join(f'{what}: {number}' for what, number in parts.items() if number)}; {self.why}"
+
+
+def plan_activations(
+    num_blocks: int, input_bytes: int, kept_bytes: int, room_bytes: float, *, hides: bool, may_keep: bool = True
+) -> ActivationPlan:
+    """Share out the memory that is free while all blocks are computed again, from inputs on the host if that hides.
+
+    Args:
+        num_blocks: Number of blocks.
+        input_bytes: Size of the input of one block.
+        kept_bytes: Size of what a block keeps if it is not computed again.
+        room_bytes: What the device has free then, at the peak of a step; negative if too much is taken.
+        hides: Whether copies of inputs to the host hide behind the computation.
+        may_keep: Whether a block may keep its activations.
+    """
+    gib = f"{max(0.0, room_bytes) / 2**30:.2f} GiB are free at the peak, a block keeps {kept_bytes / 2**30:.2f} GiB"
+    reach = min(num_blocks, max(0, int(room_bytes // max(1, kept_bytes)))) if may_keep else 0
+    if not hides:
+        missing = max(0, -room_bytes)
+        num_offloaded = min(num_blocks, -int(-missing // max(1, input_bytes)))
+        if num_offloaded:
+            gib = f"{missing / 2**30:.2f} GiB are missing, and copies that do not hide are slower than none"
+        kept = 0 if num_offloaded else reach
+        return ActivationPlan(
+            num_offloaded=num_offloaded, num_recomputed=num_blocks - num_offloaded - kept, num_kept=kept, why=gib
+        )
+    left = max(0.0, room_bytes - reach * kept_bytes)
+    resident = min(num_blocks - reach, int(left // max(1, input_bytes)))
+    return ActivationPlan(num_offloaded=num_blocks - reach - resident, num_recomputed=resident, num_kept=reach, why=gib)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What is known of one size of input."""
+
+    began_after: int
+    """Steps of the optimizer before its first forward."""
+    kept_bytes: int = 0
+    """Most memory that the activations of a block have taken while it was computed again."""
+    plan: ActivationPlan | None = None
+
+
+class AutomaticPlan:
+    """Decides what each block of a model does in a forward, for each size of input; see the module."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        may_keep: bool = True,
+        measure: Callable[[], DeviceSpeed] | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        """Measure nothing yet.
+
+        Args:
+            device: Device of the model.
+            may_keep: Whether blocks may keep their activations: if not, all are computed again.
+            measure: Measures the device when training begins; by default CUDA's, with a product and a copy, in some
+                50 ms.
+            memory: Memory of the device; by default CUDA's. Without it, as on a CPU, whose device is the host, all
+                blocks are computed again.
+        """
+        is_cuda = device.type == "cuda"
+        self._device, self._may_keep = device, may_keep
+        self._measure = measure or (partial(measured_speed, device) if is_cuda else None)
+        self._memory = memory or (CudaMemory(device) if is_cuda else None)
+        self._speed: DeviceSpeed | None = None
+        self._width = self._num_blocks = self._num_steps = 0
+        self._blocks: list[weakref.ref[nn.Module]] = []
+        self._sizes: dict[int, _Measured] = {}
+        self._size = 0
+        """Of the input of the present forward's blocks."""
+        self._before: dict[int, int] = {}
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Decide about blocks. Call it when they are set up for recomputation and offload.
+
+        Args:
+            blocks: In the order in which the model runs them.
+        """
+        self._num_blocks = len(blocks)
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._begin, index), prepend=True, with_kwargs=True)
+            block.register_forward_hook(partial(self._end, index), always_call=True)
+        if self._memory is None:
+            _tell(f"activation_offload='auto': blocks are computed again; the device ({self._device}) is the host")
+        else:
+            self._blocks = [weakref.ref(block) for block in blocks]
+            count = weakref.WeakMethod(self._count_step)
+            handle = register_optimizer_step_post_hook(
+                lambda optimizer, *_: None if (found := count()) is None else found(optimizer)
+            )
+            weakref.finalize(self, handle.remove)
+
+    def goes_to_host(self, index: int) -> bool:
+        """Whether the block with this index, which has just begun, offloads its input."""
+        return self._memory is not None and self._way(index) == "offload"
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """Count a step on a parameter of the blocks, as long as a plan waits for it."""
+        if all(each.plan is not None for each in self._sizes.values()):
+            return
+        blocks = (block for each in self._blocks if (block := each()) is not None)
+        first = next((each for block in blocks for each in block.parameters() if each.requires_grad), None)
+        if any(each is first for group in optimizer.param_groups for each in group["params"]):
+            self._num_steps += 1
+
+    def _begin(self, index: int, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if self._memory is None:
+            return
+        if is_in_backward():
+            self._before[index] = self._memory.allocated()
+            return
+        if torch.is_grad_enabled():
+            if index == 0:
+                self._begin_forward(args, kwargs)
+            if self._may_keep:
+                set_recomputed(block, self._way(index) != "keep")
+
+    def _end(self, index: int, *_: object) -> None:
+        before = self._before.pop(index, None)
+        found = self._sizes.get(self._size)
+        if before is not None and found is not None and self._memory is not None and found.plan is None:
+            found.kept_bytes = max(found.kept_bytes, self._memory.allocated() - before)
+
+    def _begin_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Note the size of the input, and decide if all is known that is needed for that."""
+        assert self._measure is not None
+        assert self._memory is not None
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        first = next((each for each in tensors if each.is_floating_point() and each.dim()), None)
+        if first is None:
+            return
+        local = first._local_tensor if isinstance(first, DTensor) else first  # pyright: ignore[reportPrivateUsage]
+        self._size, self._width = local.numel() * local.element_size(), local.shape[-1]
+        self._speed = self._speed or self._measure()
+        found = self._sizes.setdefault(self._size, _Measured(self._num_steps))
+        if found.plan is not None or not found.kept_bytes or self._num_steps - found.began_after < _NUM_STEPS:
+            return
+        room = (1 - MARGIN) * self._memory.total() - self._memory.peak()
+        found.plan = plan_activations(
+            self._num_blocks, self._size, found.kept_bytes, room, hides=self._hides, may_keep=self._may_keep
+        )
+        hides = "copies hide" if self._hides else "copies would not hide"
+        _tell(
+            f"activation_offload='auto': {found.plan}; {hides} behind the computation (width {self._width}, and from "
+            f"{self._speed.least_width:.0f} on they do)"
+        )
+
+    @property
+    def _hides(self) -> bool:
+        return self._speed is not None and self._width >= self._speed.least_width
+
+    def _way(self, index: int) -> Way:
+        """Way of a block: that of the plan for its size, or of one for a larger size, which needs more."""
+        found = self._sizes.get(self._size)
+        plan = None if found is None else found.plan
+        if plan is None:
+            larger = [size for size, each in self._sizes.items() if each.plan is not None and size > self._size]
+            plan = self._sizes[min(larger)].plan if larger else None
+        if plan is None:
+            return "offload" if self._hides else "recompute"
+        return plan.way(index)
+
+
+def _tell(line: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("%s", line)
+
+
+def measured_speed(device: torch.device) -> DeviceSpeed:
+    """Measure a CUDA device."""
+    matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=device)
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    product_s = _timed(lambda: matrix @ matrix, device)
+    copy_s = _timed(lambda: target.copy_(source, non_blocking=True), device)
+    return DeviceSpeed(flops=2 * _MATRIX**3 / product_s, bytes_per_s=_COPY_BYTES / copy_s)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, the shortest of a few."""
+    lasted_s: list[float] = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        work()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        lasted_s.append(begin.elapsed_time(end) / 1000)
+    return min(lasted_s)

@@ -1,0 +1,143 @@
+"""Redirect torch's `FullyShardedDataParallel` and `OffloadWrapper` after `init`, however a script imported them.
+
+The classes themselves are changed, not their names in a module, because a script or its imports may already hold them.
+Nothing is changed before `init`.
+
+`FullyShardedDataParallel(model, ...)` returns what `wrap` does. If `__new__` returns an object that is not an instance
+of the class, Python does not call `__init__`, so the call returns that object. Each call checks whether the translation
+is on.
+
+`OffloadWrapper`, which `offload_wrapper` returns, also takes models sharded by FSDP2 and tensor parallelism. With
+`sm_activation_offloading`, the inputs of the blocks that the script has wrapped for checkpointing are kept on the host
+and prefetched, with the horizon of the configuration (`memory/offload.py`). Without it, or without checkpointed blocks,
+all tensors saved for backward are copied to the host, and back when backward needs them, as in torch. Parameters stay
+on the device: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from hyperpod_plugins.memory import ActivationOffload
+from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.parallel.hsdp import from_local_like, local_part, outermost
+from hyperpod_plugins.parallel.parallelize import attach_offload
+
+_wrap: Callable[..., nn.Module] | None = None
+_options: Callable[[], ParallelConfig | None] | None = None
+_functions: dict[str, Callable[..., Any]] = {}
+_is_changed = False
+_translates = False
+_Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def set_replacements(
+    wrap: Callable[..., nn.Module],
+    functions: Mapping[str, Callable[..., Any]],
+    options: Callable[[], ParallelConfig | None],
+) -> None:
+    """Set what is called instead of the class, and of its static methods on models that FSDP2 has sharded.
+
+    Args:
+        wrap: instead of the class.
+        functions: instead of its static methods, by name.
+        options: returns the configuration of the job; None before `init`.
+    """
+    global _wrap, _options
+    _wrap, _options = wrap, options
+    _functions.update(functions)
+
+
+def set_translation(is_on: bool) -> None:
+    """Turn the translation on or off. Subclasses of `FullyShardedDataParallel` are not affected."""
+    global _translates, _is_changed
+    _translates = is_on
+    if is_on and not _is_changed:
+        _is_changed = True
+        FullyShardedDataParallel.__new__ = staticmethod(_make)
+        assert _options is not None
+        replace_offload(_options)
+        for name, function in _functions.items():
+            setattr(FullyShardedDataParallel, name, staticmethod(_dispatch(function, name)))
+
+
+def _make(cls: type, *args: Any, **kwargs: Any) -> Any:
+    if _translates and cls is FullyShardedDataParallel:
+        assert _wrap is not None
+        return _wrap(*args, **kwargs)
+    return object.__new__(cls)
+
+
+def _dispatch(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
+    torchs: Callable[..., Any] = getattr(FullyShardedDataParallel, name)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("module", kwargs.get("model"))
+        is_ours = isinstance(model, nn.Module) and any(isinstance(part, FSDPModule) for part in model.modules())
+        return (ours if _translates and is_ours else torchs)(*args, **kwargs)
+
+    return choose
+
+
+class KeepOnHost(saved_tensors_hooks):
+    """Context that keeps tensors saved for backward on the host."""
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def replace_offload(options: Callable[[], ParallelConfig | None]) -> None:
+    """Make `OffloadWrapper` keep activations of a model that FSDP2 has sharded as the module says.
+
+    Args:
+        options: returns the configuration of the job; None before `init`.
+    """
+    torchs = OffloadWrapper.forward
+
+    def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(part, FSDPModule) for part in self.modules()):
+            return torchs(self, *args, **kwargs)
+        if "_hyperpod_offload" not in vars(self):
+            vars(self)["_hyperpod_offload"] = _prefetching(self, options())
+        with KeepOnHost() if vars(self)["_hyperpod_offload"] is None else nullcontext():
+            return self._checkpoint_wrapped_module(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+
+    OffloadWrapper.forward = forward
+
+
+def _prefetching(model: nn.Module, config: ParallelConfig | None) -> ActivationOffload | None:
+    """Attach the prefetching offload to the checkpointed blocks of a model; None if it is not asked for."""
+    if config is None or not config.sm_activation_offloading:
+        return None
+    blocks = outermost([part for part in model.modules() if isinstance(part, CheckpointWrapper)])
+    return attach_offload(blocks, config, next(model.parameters()).device) if blocks else None
+
+
+def _to_host(tensor: torch.Tensor) -> _Packed:
+    """Return a parameter, or a view of one, itself; else its host copy, and a tensor of its device without memory."""
+    base = tensor._base if tensor._is_view() else tensor  # pyright: ignore[reportPrivateUsage]
+    if isinstance(base, nn.Parameter):
+        return tensor
+    with torch.no_grad():
+        local = local_part(tensor.detach())
+        host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        host.copy_(local, non_blocking=local.is_cuda)
+    return host, torch.empty_like(tensor.detach(), device="meta") if isinstance(tensor, DTensor) else local.new_empty(0)
+
+
+def _from_host(packed: _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    host, twin = packed
+    if isinstance(twin, DTensor):
+        return from_local_like(twin, host.to(twin.device_mesh.device_type, non_blocking=True))
+    return host.to(twin.device, non_blocking=True)

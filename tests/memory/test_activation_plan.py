@@ -1,0 +1,280 @@
+"""What blocks do with their activations when `activation_offload="auto"`: by sizes and room, and measured in steps."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory import ActivationOffload, recompute_blocks
+from hyperpod_plugins.memory.activation_plan import MARGIN, AutomaticPlan, DeviceSpeed, plan_activations
+from hyperpod_plugins.memory.recompute import is_in_backward
+from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.parallel.parallelize import save_activation_memory
+from hyperpod_plugins.planning.memory_plan import TrackedMemory, UncountedPool
+
+GIB = 2**30
+CPU = torch.device("cpu")
+H100 = DeviceSpeed(flops=400e12, bytes_per_s=50e9)
+SLOW_LINK = DeviceSpeed(flops=1.0, bytes_per_s=1e-9)
+FAST_LINK = DeviceSpeed(flops=1.0, bytes_per_s=1.0)
+WIDTH, ROWS, NUM_BLOCKS = 64, 256, 6
+INPUT_BYTES = 4 * WIDTH * ROWS
+
+
+def test_the_width_from_which_copies_hide():
+    assert H100.least_width == pytest.approx(667, abs=0.5)  # 400 TFLOP/s over 12 times 50 GB/s
+
+
+@pytest.mark.parametrize(
+    ("room_gib", "hides", "ways"),
+    [
+        (160, True, (0, 0, 32)),  # everything fits: nothing is done
+        (160, False, (0, 0, 32)),
+        (50, True, (22, 0, 10)),
+        (50.5, True, (20, 2, 10)),  # what is left serves inputs
+        (50, False, (0, 22, 10)),
+        (4, True, (16, 16, 0)),
+        (0, True, (32, 0, 0)),
+        (-3, True, (32, 0, 0)),
+        (0, False, (0, 32, 0)),
+        (-3, False, (12, 20, 0)),  # slower, but it fits
+        (-30, False, (32, 0, 0)),
+    ],
+)
+def test_room_is_shared_out(room_gib, hides, ways):
+    """32 blocks, inputs of 0.25 GiB, activations of 5 GiB."""
+    plan = plan_activations(32, GIB // 4, 5 * GIB, room_gib * GIB, hides=hides)
+    assert (plan.num_offloaded, plan.num_recomputed, plan.num_kept) == ways
+    assert [plan.way(index) for index in range(32)] == [
+        *["offload"] * ways[0],
+        *["recompute"] * ways[1],
+        *["keep"] * ways[2],
+    ]
+
+
+def test_without_leave_to_keep_all_are_computed_again():
+    plan = plan_activations(32, GIB // 4, 5 * GIB, 160 * GIB, hides=True, may_keep=False)
+    assert (plan.num_offloaded, plan.num_recomputed, plan.num_kept) == (0, 32, 0)
+    assert str(plan) == "blocks computed again: 32; 160.00 GiB are free at the peak, a block keeps 5.00 GiB"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.num_recomputed = 0
+
+    def forward(self, x):
+        self.num_recomputed += is_in_backward()
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+class Device:
+    """Memory of the CPU's tensors, of which a device would have `bytes`."""
+
+    def __init__(self, tracker):
+        self.tracker, self.bytes = tracker, 0
+
+    def total(self):
+        return self.bytes
+
+    def allocated(self):
+        return self.tracker.current
+
+    def peak(self):
+        return self.tracker.peak
+
+
+class Job:
+    """A chain of blocks, trained with memory that is counted."""
+
+    def __init__(self, speed=None, may_keep=True):
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
+        self.optimizer = torch.optim.Adam(self.blocks.parameters())
+        self.tracker = TrackedMemory()
+        self.device, self.offload = Device(self.tracker), None
+        if speed is not None:
+            recompute_blocks([*self.blocks])
+            plan = AutomaticPlan(CPU, may_keep=may_keep, measure=lambda: speed, memory=self.device)
+            pool = UncountedPool(CPU, self.tracker)
+            self.offload = ActivationOffload(CPU, pool=pool, min_bytes=1, goes_to_host=plan.goes_to_host)
+            self.offload.attach([*self.blocks])
+            plan.attach([*self.blocks])
+
+    def step(self, rows=ROWS):
+        """Train a step; returns the number of blocks that were computed again, and of those that were offloaded."""
+        before, stored = self._counts()
+        torch.manual_seed(rows)
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        with self.tracker:
+            self.blocks(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        num_recomputed, stored_now = self._counts()
+        return num_recomputed - before, (stored_now - stored) // (4 * WIDTH * rows)
+
+    def _counts(self):
+        stored = 0 if self.offload is None else self.offload.stored_bytes
+        return sum(block.num_recomputed for block in self.blocks), stored
+
+
+def kept_bytes_of_a_block():
+    """The peak of a step in which one more block keeps its activations, against one in which none does."""
+    peaks = []
+    for num_kept in (2, 3):
+        job = Job()
+        recompute_blocks([*job.blocks][: NUM_BLOCKS - num_kept])
+        for _ in range(3):
+            job.step()
+        peaks.append(job.tracker.peak)
+    return peaks[1] - peaks[0] + INPUT_BYTES
+
+
+def test_blocks_keep_what_the_device_has_room_for_and_the_bits_are_the_same(caplog):
+    job, plain = Job(FAST_LINK), Job()
+    plain_steps = [plain.step() for _ in range(5)]
+    for _ in range(2):  # everything is computed again, and all inputs but the last go to the host
+        assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    conservative = job.tracker.peak
+    job.device.bytes = int((conservative + 2.15 * kept_bytes_of_a_block()) / (1 - MARGIN))
+    with caplog.at_level(logging.WARNING):
+        steps = [job.step() for _ in range(3)]
+    [(num_recomputed, num_offloaded)] = {*steps}
+    assert num_recomputed == NUM_BLOCKS - 2
+    assert 0 < num_offloaded < num_recomputed
+    assert conservative < job.tracker.peak <= (1 - MARGIN) * job.device.bytes
+    assert plain_steps == [(0, 0)] * 5
+    assert all(map(torch.equal, job.blocks.parameters(), plain.blocks.parameters()))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("activation_offload='auto': blocks kept: 2, computed again: ")
+    assert line.endswith("copies hide behind the computation (width 64, and from 0 on they do)")
+
+
+def test_a_roomy_device_keeps_everything_and_a_tight_one_nothing():
+    roomy, tight = Job(FAST_LINK), Job(FAST_LINK)
+    roomy.device.bytes = 1 << 40
+    for _ in range(2):
+        assert roomy.step() == tight.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    tight.device.bytes = tight.tracker.peak
+    assert roomy.step() == (0, 0)
+    assert tight.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+
+
+def test_copies_that_do_not_hide_are_made_only_if_nothing_else_fits():
+    job, short = Job(SLOW_LINK), Job(SLOW_LINK)
+    for _ in range(2):
+        assert job.step() == short.step() == (NUM_BLOCKS, 0)
+    job.device.bytes = int(1.001 * job.tracker.peak / (1 - MARGIN))
+    short.device.bytes = int((short.tracker.peak - 1.5 * INPUT_BYTES) / (1 - MARGIN))
+    assert job.step() == (NUM_BLOCKS, 0)
+    assert short.step() == (NUM_BLOCKS, 2)
+
+
+def test_blocks_that_communicate_are_all_computed_again():
+    job = Job(FAST_LINK, may_keep=False)
+    job.device.bytes = 1 << 40
+    assert [job.step() for _ in range(3)] == [(NUM_BLOCKS, NUM_BLOCKS - 1)] * 2 + [(NUM_BLOCKS, 0)]
+
+
+def test_each_size_is_measured_and_a_smaller_one_takes_the_plan_of_a_larger_one():
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    for _ in range(2):
+        job.step()
+    assert job.step() == (0, 0)
+    assert job.step(ROWS // 2) == (0, 0)
+    assert job.step(2 * ROWS) == (NUM_BLOCKS, NUM_BLOCKS - 1)
+
+
+def test_accumulation_decides_when_the_optimizer_has_its_state():
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    step = job.optimizer.step
+    job.optimizer.step = lambda: None
+    for _ in range(4):
+        assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    job.optimizer.step = step
+    for _ in range(2):
+        assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    assert job.step() == (0, 0)
+
+
+def test_evaluations_and_their_sizes_decide_nothing():
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    for _ in range(2):
+        job.step()
+        with torch.no_grad():
+            job.blocks(torch.zeros(8 * ROWS, WIDTH))
+    assert job.step() == (0, 0)
+
+
+def train_ranks_that_differ():
+    """Blocks of a sharded model, of which this rank keeps as many as its device has room for."""
+    import torch.distributed as dist
+
+    from hyperpod_plugins.parallel import build_mesh, parallelize
+    from hyperpod_plugins.parallel.hsdp import local_part
+
+    dist.init_process_group("hyperpod")
+    tracker, found = TrackedMemory(), {}
+    device = Device(tracker)
+
+    def with_device(kind, **options):
+        return AutomaticPlan(kind, measure=lambda: FAST_LINK, memory=device, **options)
+
+    sys.modules[parallelize.__module__].AutomaticPlan = with_device
+    for name in ("full", "auto"):
+        torch.manual_seed(0)
+        options = {"activation_offload": "auto"} if name == "auto" else {"activation_checkpointing": "full"}
+        config = ParallelConfig.of(block_classes=("Block",), **options)
+        chain = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
+        chain = parallelize(chain, build_mesh(config.topology(2), "cpu"), config)
+        optimizer = torch.optim.Adam(chain.parameters())
+        device.bytes = (1 << 40) * dist.get_rank()
+        counts = []
+        for step in range(4):
+            torch.manual_seed(10 * step + dist.get_rank())
+            with tracker:
+                chain(torch.randn(ROWS, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(sum(block.num_recomputed for block in chain))
+        found[name] = counts, [local_part(each).detach().clone() for each in chain.parameters()]
+    return found
+
+
+@pytest.mark.spawns
+def test_ranks_may_keep_different_blocks(run_ranks):
+    """The order of FSDP2's gathers is the same, and so are the bits."""
+    for rank, found in enumerate(run_ranks(train_ranks_that_differ, world_size=2)):
+        everything = [NUM_BLOCKS * number for number in (1, 2, 3, 4)]
+        assert found["full"][0] == everything
+        assert found["auto"][0] == (everything[:2] + [2 * NUM_BLOCKS] * 2 if rank else everything)
+        assert all(map(torch.equal, found["full"][1], found["auto"][1]))
+
+
+def test_a_cpu_is_the_host(caplog):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=256,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    asked = ParallelConfig.of(activation_offload="auto")
+    with caplog.at_level(logging.WARNING):
+        offload = save_activation_memory(model, asked, CPU)
+    tokens = torch.randint(50, (2, 64))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert offload.stored_bytes == 0
+    assert "blocks are computed again; the device (cpu) is the host" in caplog.text
+    with pytest.raises(ConfigError, match="sm_activation_offloading must be true or false or auto, but is 'maybe'"):
+        ParallelConfig.of(activation_offload="maybe")
