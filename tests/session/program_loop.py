@@ -24,7 +24,7 @@ from hyperpod_plugins.session import Session
 FLOAT8 = {  # options of the session
     "": {},
     "gathered": {"float8_recipe": "tensorwise", "float8_all_gather": True, "precision": "bf16-mixed"},
-    "te": {"float8_recipe": "te-fp8", "te_scaling": {"amax_history_len": 64}, "precision": "bf16-mixed"},
+    "te": {"float8_recipe": "te-fp8", "te_scaling": {"amax_history_len": 256}, "precision": "bf16-mixed"},
 }[os.environ.get("FLOAT8", "")]
 NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if FLOAT8 else 8
 torch.set_num_threads(1)

@@ -119,8 +119,6 @@ def test_a_replica_that_joins_gets_the_scales_of_transformer_engine(tmp_path):
         assert results[0][name].count_nonzero(), name
         assert all(torch.equal(each[name], results[0][name]) for each in results), name
     for one, other in ((0, 2), (1, 3)):  # the same shards
-        num_calls = [results[rank].pop("num_calls") for rank in (one, other)]
-        assert num_calls[0] > num_calls[1] > 0
         assert all(torch.equal(results[one][name], results[other][name]) for name in results[one])
 
 
