@@ -18,10 +18,8 @@ from typing_extensions import override
 from hyperpod_plugins.accelerate.collectives import are_tensors, gathered, gathered_objects, reduced, without_padding
 from hyperpod_plugins.accelerate.compat import (
     Accelerator,
-    AORecipeKwargs,
     FP8BackendType,
     SeedableRandomSampler,
-    TERecipeKwargs,
     get_mixed_precision_context_manager,
     get_sampler,
 )
@@ -29,7 +27,6 @@ from hyperpod_plugins.accelerate.prepare import (
     FiniteStepCheck,
     HyperPodOptimizer,
     HyperPodScheduler,
-    refuse_half_loaded,
     shard_with_optimizers,
     wrap_forward,
 )
@@ -46,7 +43,6 @@ from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import (
     ParallelConfig,
     Topology,
-    broadcast_from_rank_0,
     build_data_group,
     clip_grad_norm_,
     clip_grad_value_,
@@ -54,15 +50,11 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
-from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
+from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.parallel.parallelize import (
-    apply_offload,
     replace_stale_parameters,
-    save_activation_memory,
-    use_float8,
 )
-from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
@@ -211,8 +203,8 @@ class HyperPodAccelerator(Accelerator):
     @property
     @override
     def fp8_backend(self) -> FP8BackendType:
-        """What Accelerate itself converts: nothing where `use_float8` does it, whatever its variables say."""
-        return super().fp8_backend if self.plugin.settings.fp8 == "te" else FP8BackendType.NO
+        """What Accelerate itself converts: nothing, as `use_float8` does it, whatever its variables say."""
+        return FP8BackendType.NO
 
     # -- prepare ------------------------------------------------------------------------------------------------
 
@@ -228,14 +220,6 @@ class HyperPodAccelerator(Accelerator):
         if model is None:
             return super()._prepare_fsdp2(*args)
         optimizers = [each for each in args if isinstance(each, Optimizer)]
-        if self.plugin.settings.needs_accelerate_fsdp2:
-            self._prepare_for_accelerate(model)
-            prepared = super()._prepare_fsdp2(*args)
-            for each in prepared:
-                if isinstance(each, nn.Module):
-                    watch_units(each)
-                    apply_offload(each, self._config)
-            return prepared
         is_alike = self._config.delayed_values != "rank_0"
         shard_with_optimizers(model, optimizers, self._parallelize, is_delayed_alike=is_alike)
         self._wrap_forward(model)
@@ -243,25 +227,6 @@ class HyperPodAccelerator(Accelerator):
             self._models.append(model)
         ready = [each if each is model else self._prepare_one(each, first_pass=True) for each in args]
         return tuple(each if each is model else self._prepare_one(each) for each in ready)
-
-    def _prepare_for_accelerate(self, model: nn.Module) -> None:
-        """Add what Accelerate's FSDP2 lacks: equal values on all ranks, exact recomputation of dropout, offload."""
-        if any(True for _ in fsdp_units(model)):
-            return  # by an earlier `prepare`
-        fsdp = self.state.fsdp_plugin
-        assert fsdp is not None
-        refuse_half_loaded(model, is_delayed_alike=True)
-        if any(each.is_meta for each in model.parameters()):
-            raise ConfigError(
-                f"{type(model).__name__} was built inside delayed_init or on the meta device, and settings of this "
-                "plugin (fp8='te') need Accelerate's own sharding, which wants values. Build it with "
-                "values, or leave these settings out."
-            )
-        broadcast_from_rank_0(model, self.device)
-        use_float8(model, self._config, self.device)
-        save_activation_memory(model, self._config, self.device)
-        fsdp.activation_checkpointing = False
-        self._wrap_forward(model)
 
     def _parallelize(self, model: nn.Module) -> None:
         parallelize(model, self.mesh, self._config)
@@ -391,17 +356,11 @@ def _checked(options: dict[str, Any]) -> list[Any]:
 
 
 def _with_ours(plugin: AcceleratorSpec, given: list[Any]) -> list[Any]:
-    recipes = [type(each).__name__ for each in given if isinstance(each, AORecipeKwargs | TERecipeKwargs)]
-    if recipes:
-        raise ConfigError(
-            f"kwargs_handlers has {', '.join(recipes)}, which would have no effect: give float8_recipe='tensorwise' or "
-            "'rowwise' (torchao), or fp8='te' (Transformer Engine), to HyperPodPlugin instead."
-        )
     ours = plugin.kwargs_handlers
     twice = [type(each).__name__ for each in given if type(each) in map(type, ours)]
     if twice:
         raise ConfigError(
-            f"kwargs_handlers has {', '.join(twice)}, which the plugin makes itself: give timeout_s, comm or fp8 to "
+            f"kwargs_handlers has {', '.join(twice)}, which the plugin makes itself: give timeout_s or comm to "
             "HyperPodPlugin instead."
         )
     return [*ours, *given]

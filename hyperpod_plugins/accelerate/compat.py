@@ -16,8 +16,6 @@ try:
         TERecipeKwargs,
         convert_outputs_to_fp32,
         get_mixed_precision_context_manager,
-        is_torchao_available,
-        is_transformer_engine_available,
         recursively_apply,
     )
     from accelerate.utils.dataclasses import FP8BackendType
@@ -44,7 +42,5 @@ __all__ = [
     "convert_outputs_to_fp32",
     "get_mixed_precision_context_manager",
     "get_sampler",
-    "is_torchao_available",
-    "is_transformer_engine_available",
     "recursively_apply",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hyperpod_plugins.accelerate.float8_recipes import launched_options
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 
 Fp8 = Literal["off", "torchao", "te"]
@@ -39,8 +40,7 @@ class AccelerateSettings:
     """
 
     fp8: Fp8 = "off"
-    """Library for matrix products in fp8: `torchao` by this package (see `ParallelConfig.float8_recipe`), `te` by
-    Accelerate, with its own FSDP2."""
+    """Library for matrix products in fp8, `torchao` or Transformer Engine; see `ParallelConfig.float8_recipe`."""
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
     """What `save_state` writes: one file per rank with its shards, or everything in one file."""
 
@@ -49,11 +49,6 @@ class AccelerateSettings:
         for name, allowed in (("fp8", get_args(Fp8)), ("state_dict_type", get_args(StateDictType))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but is {getattr(self, name)!r}")
-
-    @property
-    def needs_accelerate_fsdp2(self) -> tuple[str, ...]:
-        """Names of the enabled settings that only Accelerate's own FSDP2 supports."""
-        return ("fp8",) if self.fp8 == "te" else ()
 
 
 def variables_in(file: Mapping[str, Any]) -> dict[str, str]:
@@ -106,7 +101,7 @@ def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
             backend = variables.get("ACCELERATE_FP8_BACKEND", "NO").upper()
             if backend not in _FP8_OF:
                 raise ConfigError(f"the fp8 backend must be one of AO, TE, but is {backend}")
-            options["fp8"] = _FP8_OF[backend]
+            options |= launched_options(_FP8_OF[backend], variables)
     return options
 
 

@@ -9,16 +9,20 @@ from typing import Any, Self, cast
 import yaml
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
+from hyperpod_plugins.accelerate.compat import AORecipeKwargs, TERecipeKwargs
+from hyperpod_plugins.accelerate.float8_recipes import te_options, torchao_options
 from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
 from hyperpod_plugins.accelerate.process_state import ResizableJob
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import accelerate_variables, config_path
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
+from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING
 
 ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
+_OF_RECIPES = {"float8_all_gather", "te_scaling"}
 _SETTINGS = {field.name for field in dataclasses.fields(AccelerateSettings)}
 
 
@@ -54,11 +58,15 @@ class HyperPodPlugin(AcceleratorSpec):
         source, asked = _read(config_path() if config is None else config)
         asked |= options
         settings = AccelerateSettings(**{name: asked.pop(name) for name in _SETTINGS & set(asked)})
+        later = {name: asked.pop(name) for name in _OF_RECIPES & set(asked)}  # need the recipe that `fp8` may imply
         parallel = ParallelConfig.of(source, **asked)
         if settings.fp8 != "off" and parallel.precision == "32-true":
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
-        if settings.fp8 == "torchao" and parallel.float8_recipe == "none":
-            parallel = ParallelConfig.of(parallel, float8_recipe="tensorwise")  # as Accelerate does
+        if settings.fp8 != "off" and parallel.float8_recipe == "none":
+            recipe = "te-fp8" if settings.fp8 == "te" else "tensorwise"  # as Accelerate does
+            parallel = ParallelConfig.of(parallel, float8_recipe=recipe)
+        if later:
+            parallel = ParallelConfig.of(parallel, **later)
         values: dict[str, object] = {
             "config": parallel,
             "settings": settings,
@@ -78,6 +86,8 @@ class HyperPodPlugin(AcceleratorSpec):
             **options: arguments of the constructor; they override both.
         """
         given = {} if config_path() else options_in(accelerate_variables())
+        if "float8_recipe" in options:
+            given.pop("float8_all_gather", None)  # of the recipe that the variables imply
         return cls(**(given | options))
 
     # -- the Accelerator ---------------------------------------------------------------------------------------------
@@ -93,7 +103,13 @@ class HyperPodPlugin(AcceleratorSpec):
             ConfigError: an argument contradicts the plugin, or another Accelerator was created earlier without it.
         """
         given = options.pop("mixed_precision", None)
-        return HyperPodAccelerator(self._with_precision(None if given is None else str(given)), session, **options)
+        plugin = self._with_precision(None if given is None else str(given))
+        handlers: list[Any] = options.get("kwargs_handlers") or []
+        recipes = [each for each in handlers if isinstance(each, AORecipeKwargs | TERecipeKwargs)]
+        if recipes:
+            options["kwargs_handlers"] = [each for each in handlers if not any(each is one for one in recipes)]
+            plugin = plugin._with_recipe(*recipes)
+        return HyperPodAccelerator(plugin, session, **options)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -106,7 +122,8 @@ class HyperPodPlugin(AcceleratorSpec):
         """
         is_said = self.config.precision != "32-true"
         variables = accelerate_variables()
-        if given is not None and is_said and given != self.mixed_precision:
+        own_names = (self.mixed_precision, *(("fp8",) if self.config.float8_recipe != "none" else ()))
+        if given is not None and is_said and given not in own_names:
             raise ConfigError(
                 f"mixed_precision={given!r} contradicts the plugin's precision={self.config.precision!r} (fp8="
                 f"{self.settings.fp8!r}): give one of them, or the same in both."
@@ -114,23 +131,65 @@ class HyperPodPlugin(AcceleratorSpec):
         name = given or variables.get("ACCELERATE_MIXED_PRECISION", "no")
         if is_said or name == "no":
             return self
-        backend = variables.get("ACCELERATE_FP8_BACKEND", "NO")
-        chosen = options_in({"ACCELERATE_MIXED_PRECISION": name, "ACCELERATE_FP8_BACKEND": backend})
+        of_fp8 = {key: value for key, value in variables.items() if key.startswith("ACCELERATE_FP8_")}
+        chosen = options_in(of_fp8 | {"ACCELERATE_MIXED_PRECISION": name})
+        if self.config.float8_recipe != "none":  # the plugin says more than the name of the precision
+            chosen = {"precision": chosen["precision"]}
+        return self._with(chosen)
+
+    def _with_recipe(self, handler: Any, *others: Any) -> "HyperPodPlugin":
+        """Return this plugin with what a recipe of Accelerate asks for.
+
+        Args:
+            handler: an `AORecipeKwargs` or `TERecipeKwargs`.
+            *others: more of them.
+
+        Raises:
+            ConfigError: there are several, or it is not served, or the plugin's precision is another one.
+        """
+        if others:
+            raise ConfigError("kwargs_handlers has several recipes of fp8. Give one of them.")
+        if isinstance(handler, TERecipeKwargs):
+            asked = te_options(vars(handler))
+        else:
+            from torchao.float8 import Float8LinearConfig  # which the handler has imported
+
+            asked = torchao_options(handler.config, handler.module_filter_func, Float8LinearConfig.from_recipe_name)
+        name, recipe = type(handler).__name__, self.config.float8_recipe
+        if recipe == "none":
+            raise ConfigError(
+                f"kwargs_handlers has {name}, but the precision is not fp8. Give mixed_precision='fp8', too, or leave "
+                "it out."
+            )
+        if self.settings.fp8 == "off" and recipe != asked["float8_recipe"]:
+            raise ConfigError(
+                f"{name} asks for float8_recipe={asked['float8_recipe']!r}, and the plugin for {recipe!r}. Give one."
+            )
+        if self.settings.fp8 == "te" and asked["fp8"] != "te":
+            raise ConfigError(f"{name} is for torchao, and the plugin has fp8='te'. Give one of them.")
+        config = dataclasses.replace(
+            self.config,
+            float8_recipe=asked["float8_recipe"],
+            float8_all_gather=False,
+            float8_pad_inner_dim=False,
+            te_scaling=DEFAULT_SCALING,
+        )
+        return self._with(asked, config)
+
+    def _with(self, asked: Mapping[str, Any], config: ParallelConfig | None = None) -> "HyperPodPlugin":
+        """Return this plugin with other options, and with another configuration under them."""
         fields = {field: getattr(self.settings, field) for field in _SETTINGS}
-        config = ParallelConfig.of(self.config, precision=chosen.pop("precision"))
         own: dict[str, Any] = {"comm": self.comm, "timeout_s": self.timeout_s, "non_finite": self.non_finite}
-        return HyperPodPlugin(config, **(own | fields | chosen))
+        return HyperPodPlugin(self.config if config is None else config, **(own | fields | dict(asked)))
 
     def _check(self) -> None:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, but is {self.timeout_s}")
         FiniteCheck(self.non_finite, waits_anyway=True)  # validates the value
-        left_to_accelerate = self.settings.needs_accelerate_fsdp2
-        if left_to_accelerate and self.config.tensor_parallel_degree > 1:
-            raise NotBuiltYetError(
-                f"{' and '.join(left_to_accelerate)} with tensor_parallel_degree={self.config.tensor_parallel_degree} "
-                "is not supported: Accelerate's own FSDP2 does the former, but cannot do the latter. Drop one of "
-                "them."
+        of_te = self.config.float8_recipe == "te-fp8"
+        if self.settings.fp8 != "off" and of_te != (self.settings.fp8 == "te"):
+            raise ConfigError(
+                f"fp8={self.settings.fp8!r} contradicts float8_recipe={self.config.float8_recipe!r}: give one of them."
             )
         if self.settings.fp8 != "off" and self.config.precision != "bf16-mixed":
             raise ConfigError(

@@ -20,17 +20,15 @@ from hyperpod_plugins.accelerate.compat import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ParallelismConfig,
-    TERecipeKwargs,
-    is_torchao_available,
-    is_transformer_engine_available,
 )
 from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import WorkerEnv
-from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError
+from hyperpod_plugins.errors import DegreeError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.finite import NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import mixed_precision_policy, offload_policy
+from hyperpod_plugins.precision.float8 import check_float8_library
 
 AXIS_NAMES = ("dp_replicate", "dp_shard", "tp")
 
@@ -122,8 +120,8 @@ class AcceleratorSpec:
 
     @property
     def mixed_precision(self) -> str:
-        """Accelerate's name of the precision; `bf16-true` is not mixed, and float8 by torchao is not Accelerate's."""
-        return "fp8" if self.settings.fp8 == "te" else "bf16" if self.config.precision == "bf16-mixed" else "no"
+        """Accelerate's name of the precision; `bf16-true` is not mixed, and float8 is not done by Accelerate."""
+        return "bf16" if self.config.precision == "bf16-mixed" else "no"
 
     @property
     def parallelism_config(self) -> HyperPodParallelism:
@@ -156,30 +154,11 @@ class AcceleratorSpec:
         return InitProcessGroupKwargs(backend="hyperpod", timeout=timedelta(seconds=self.timeout_s))
 
     @property
-    def fp8_handler(self) -> TERecipeKwargs | None:
-        """Accelerate's recipe for fp8 by Transformer Engine, or None.
+    def kwargs_handlers(self) -> list[KwargsHandler]:
+        """All handlers, for `Accelerator(kwargs_handlers=...)`.
 
         Raises:
-            MissingExtraError: the library of fp8 or float8 is not installed.
-            ConfigError: this machine has no GPU that supports fp8.
+            MissingExtraError: the library of float8 is not installed.
         """
-        recipe = self.config.float8_recipe
-        if recipe != "none" and not is_torchao_available():
-            raise MissingExtraError("torchao", "fp8", f"float8_recipe={recipe!r}")
-        if self.settings.fp8 != "te":
-            return None
-        if not is_transformer_engine_available():
-            raise MissingExtraError("transformer_engine", "te", "fp8='te'")
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-            what = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-            raise ConfigError(
-                f"fp8={self.settings.fp8!r} needs GPUs of compute capability 8.9 or higher, but there is {what} here. "
-                "Use mixed_precision='bf16' (preset hsdp-1node)."
-            )
-        return TERecipeKwargs()
-
-    @property
-    def kwargs_handlers(self) -> list[KwargsHandler]:
-        """All handlers, for `Accelerator(kwargs_handlers=...)`."""
-        fp8 = self.fp8_handler
-        return [self.process_group_kwargs, *([] if fp8 is None else [fp8])]
+        check_float8_library(self.config.float8_recipe)
+        return [self.process_group_kwargs]

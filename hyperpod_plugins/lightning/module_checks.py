@@ -29,6 +29,8 @@ from hyperpod_plugins.lightning.compat import (
     is_overridden,
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
+from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.parallelize import refuse_without_float8
 from hyperpod_plugins.parallel.topology import AXES, Topology
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
@@ -62,12 +64,16 @@ def needs_previous_gradients(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-def refuse_other_types(module: LightningModule, precision: str) -> None:
-    """Raise if precision is `bf16-true` and a module that sharded itself has parameters of another floating dtype.
+def refuse_other_types(module: LightningModule, config: ParallelConfig) -> None:
+    """Raise if a module that sharded itself computes in another type than the configuration says.
 
-    Parameters cannot be converted after sharding; the strategy converts modules that it shards itself.
+    Parameters and layers cannot be converted after sharding; the strategy converts modules that it shards itself.
+
+    Raises:
+        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype, or `float8_recipe` is given.
     """
-    if precision != "bf16-true":
+    refuse_without_float8(module, config)
+    if config.precision != "bf16-true":
         return
     others = [
         f"{name} ({str(parameter.dtype).removeprefix('torch.')})"

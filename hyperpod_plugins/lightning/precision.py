@@ -1,7 +1,7 @@
 """Lightning's precision plugin for parameters that are DTensors on several meshes."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -31,6 +31,8 @@ class HyperPodPrecision(Precision):
         self._device_type = device_type
         self.when_fetched: Callable[[], object] = lambda: None
         """Called when a batch has been fetched, before any hook sees it."""
+        self.region: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context of a step of the module, in which layers of Transformer Engine compute in float8."""
         self.settle: Callable[[Any], object] = reconcile_gradients
         """Called when a step's gradients have been computed, to ensure that all ranks ran the same FSDP units."""
         self.norm: Tensor | None = None
@@ -63,9 +65,10 @@ class HyperPodPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Enable autocast for `bf16-mixed`."""
+        """Enable autocast for `bf16-mixed`, and the region of float8."""
         is_mixed = self.precision == "bf16-mixed"
-        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=is_mixed, cache_enabled=False):
+        autocast = torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=is_mixed, cache_enabled=False)
+        with autocast, self.region():
             yield
 
     @override

@@ -89,6 +89,7 @@ from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure,
 from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0, replace_stale_parameters
 from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
+from hyperpod_plugins.precision.transformer_engine import float8_region
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
@@ -353,7 +354,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
-            refuse_other_types(module, self.config.precision)
+            refuse_other_types(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)
@@ -386,6 +387,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             recovery = self._recovery
             self.precision_plugin.when_fetched = lambda: recovery.fit.seed_batch()
             self.precision_plugin.settle = reconcile_gradients
+            self.precision_plugin.region = partial(float8_region, module)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
         self._sigterm_consensus = SigtermConsensus(
@@ -447,7 +449,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         compute = partial(self._training_step, *args, **kwargs)
         if self._module.automatic_optimization:
             return compute()
-        result = self._recovery.fit.step(partial(self._until_stopped, compute), _identity)
+        result = self._recovery.fit.step(partial(self._until_stopped, compute), lambda loss: loss)
         self._stop_if_not_finite()
         return result
 
@@ -893,7 +895,3 @@ class HyperPodStrategy(ModelParallelStrategy):
 def _is_leaf(value: object) -> bool:
     """Whether an argument of `training_step` is a tensor or an integer, and so certainly not a container."""
     return isinstance(value, Tensor | int)
-
-
-def _identity(loss: Any) -> Any:
-    return loss

@@ -19,6 +19,7 @@ from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, 
 from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 from hyperpod_plugins.precision.float8 import Float8Recipe, check_float8
+from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TeScaling
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -35,6 +36,12 @@ ALIASES = {
     "optimizer_cpu_offload": "optimizer_offload",  # of Megatron
     "offload_optimizer": "optimizer_offload",
 }
+_RECIPE_KEYS = {
+    "fp8": "",
+    "fp8_amax_history_len": "amax_history_len",
+    "fp8_amax_compute_algo": "amax_compute_algo",
+}
+"""Keys of HyperPod's recipes, with the field of `TeScaling` that two of them set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +79,18 @@ class ParallelConfig:
     precision: Precision = "32-true"
     """`bf16-mixed`: float32 parameters and optimizer state, bfloat16 compute, float32 gradient reduction."""
     float8_recipe: Float8Recipe = "none"
-    """Compute the linear layers of the model's blocks in float8, with one scale for each row (`rowwise`) or tensor
-    (`tensorwise`). Needs a precision of bfloat16 and the extra `fp8`.
+    """Compute the linear layers of the model's blocks in float8: by torchao with one scale for each row (`rowwise`) or
+    tensor (`tensorwise`), or by Transformer Engine with delayed scaling (`te-fp8`). Needs a precision of bfloat16 and
+    the extra `fp8` or `te`.
     """
+    float8_all_gather: bool = False
+    """Gather the weights of these layers in float8, half of the bytes, with the same bits. Needs
+    `float8_recipe="tensorwise"`.
+    """
+    float8_pad_inner_dim: bool = False
+    """Pad the inner sides of torchao's products to multiples of 16, as for other numbers of tokens."""
+    te_scaling: TeScaling = DEFAULT_SCALING
+    """Delayed scaling of `te-fp8`; also a mapping of its fields."""
     tensor_plan: TensorPlan | Literal["auto"] = "auto"
     """Mapping of module-name pattern to style. `auto`: the model's own plan, or else `LLAMA_LIKE_PLAN`."""
     sequence_parallel: bool = False
@@ -193,6 +209,13 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
+        if self.float8_all_gather and self.float8_recipe != "tensorwise":
+            raise ConfigError(
+                f"float8_all_gather=True needs float8_recipe='tensorwise', but it is {self.float8_recipe!r}: only the "
+                "scale of a whole tensor can be applied to its shards before they are gathered. Use 'tensorwise', or "
+                "leave float8_all_gather out."
+            )
+        self._check_te()
         if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with activation_checkpointing='selective': torch does "
@@ -202,6 +225,28 @@ class ParallelConfig:
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with sequence_parallel=True, which splits the sequence "
                 "over ranks already. Drop one of them."
+            )
+
+    def _check_te(self) -> None:
+        if self.float8_recipe != "te-fp8":
+            if self.te_scaling != DEFAULT_SCALING:
+                raise ConfigError(f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}")
+            return
+        others = {
+            "tensor_parallel_degree": self.tensor_parallel_degree > 1,  # its layers do not take DTensors
+            "activation_checkpointing": self.activation_checkpointing != "none",  # they would run twice
+            "activation_offload": bool(self.sm_activation_offloading),
+            "mlp_tiles": self.mlp_tiles > 1,
+            "delayed_init": self.delayed_init,
+            "param_offload": self.param_offload,
+            "optimizer_offload": self.optimizer_offload,
+            "float8_pad_inner_dim": self.float8_pad_inner_dim,
+        }
+        asked = [name for name, is_asked in others.items() if is_asked]
+        if asked:
+            raise ConfigError(
+                f"float8_recipe='te-fp8' cannot be combined with {' and '.join(asked)}. Leave {asked[0]} out, or use "
+                "float8_recipe='tensorwise'."
             )
 
     def _refuse_what_is_not_built(self) -> None:
@@ -232,7 +277,7 @@ class ParallelConfig:
 def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """Resolve aliases and reject unknown keys."""
     result: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in _without_recipe_keys(values).items():
         name = ALIASES.get(key, key)
         if name not in known:
             near = difflib.get_close_matches(str(key), known | set(ALIASES), n=1)
@@ -244,9 +289,30 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         match name, value:
             case "block_classes", list():
                 result[name] = tuple(cast("list[Any]", value))
+            case "te_scaling", Mapping():
+                result[name] = TeScaling.of(cast("Mapping[str, Any]", value))
             case _:
                 result[name] = value
     return result
+
+
+def _without_recipe_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the keys `fp8...` of HyperPod's recipes for SMP, which mean Transformer Engine."""
+    others = {key: value for key, value in values.items() if key not in _RECIPE_KEYS}
+    if len(others) == len(values) or values.get("fp8") is False:
+        return others
+    if values.get("fp8") is not True:
+        raise ConfigError(
+            f"fp8 must be true or false (next to {', '.join(_RECIPE_KEYS)}), but is {values.get('fp8')!r}"
+        )
+    meant: dict[str, Any] = {
+        "float8_recipe": "te-fp8",
+        "te_scaling": {field: values[key] for key, field in _RECIPE_KEYS.items() if field and key in values},
+    }
+    twice = [key for key in meant if key in others]
+    if twice:
+        raise ConfigError(f"fp8 means float8_recipe='te-fp8', and {twice[0]!r} is given, too: keep one.")
+    return others | meant
 
 
 def _read(path: object) -> Mapping[str, Any]:

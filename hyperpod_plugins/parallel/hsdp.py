@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.module_chains import find_chains
-from hyperpod_plugins.parallel.unit_watch import groups_of, watch_units
+from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
 _LARGE = 50_000_000  # parameters
@@ -232,7 +232,7 @@ def offload_policy(config: ParallelConfig, device_type: str) -> OffloadPolicy:
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:
     """Return FSDP2's records of the parameters of a sharded model; each has the `sharded_param` of the optimizers."""
-    return [each for part in model.modules() for group in groups_of(part) for each in group.fsdp_params]
+    return [each for part in model.modules() for group in parameter_groups(part) for each in group.fsdp_params]
 
 
 def ids_on_host(model: nn.Module) -> set[int]:

@@ -38,7 +38,9 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.host_optimizer import HostMemory, check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
+from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
+from hyperpod_plugins.precision.float8 import is_converted
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,14 @@ def parallelize(
         InitializationError: a parameter without a value cannot be initialized.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
+        refuse_without_float8(model, config)
         apply_offload(model, config)
         return model  # already sharded, by the user or by an earlier call
+    if config.float8_recipe == "te-fp8" and not averages_replicas:
+        raise ConfigError(
+            "float8_recipe='te-fp8' cannot be combined with reproducible=True or AdaScale: its scales depend on how a "
+            "batch is split among ranks. Use float8_recipe='tensorwise'."
+        )
     remember_parameters(model)
     rebind(model)
     plan = plan_for(model, config)
@@ -84,6 +92,7 @@ def parallelize(
     use_float8(model, config, torch.device(mesh.device_type))
     save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
+    use_float8_gathers(model, config)
     give_values(model, torch.device(mesh.device_type), config)
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
@@ -118,19 +127,55 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
     """Let the linear layers of a model's blocks compute in float8, as `float8_recipe` says, and log what was converted.
 
     Raises:
-        ConfigError: the precision is float32; see also `convert_linears`.
-        MissingExtraError: torchao is not installed.
+        ConfigError: the precision is float32, or the model recomputes activations itself and the recipe is `te-fp8`;
+            see also `convert_linears`.
+        MissingExtraError: the library of the recipe is not installed.
     """
     if config.float8_recipe == "none":
         return
+    if config.float8_recipe == "te-fp8" and recomputes_itself(model):
+        raise ConfigError(
+            f"float8_recipe='te-fp8', but {type(model).__name__} checkpoints its activations itself "
+            "(gradient_checkpointing_enable()): its layers would run twice. Leave one of them out."
+        )
     if config.precision == "32-true":
         raise ConfigError(
             f"float8_recipe={config.float8_recipe!r} with precision='32-true': layers in float8 compute all else in "
             "bfloat16. Use precision='bf16-mixed' (Lightning: Trainer(precision='bf16-mixed'))."
         )
-    done = convert_linears(model, config.float8_recipe, device, blocks=outermost_blocks(model, config.block_classes))
+    blocks = outermost_blocks(model, config.block_classes)
+    done = convert_linears(
+        model,
+        config.float8_recipe,
+        device,
+        blocks=blocks,
+        gathers_in_float8=config.float8_all_gather,
+        pads_inner_dim=config.float8_pad_inner_dim,
+        te_scaling=config.te_scaling,
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.warning("%s", done)
+
+
+def refuse_without_float8(model: nn.Module, config: ParallelConfig) -> None:
+    """Raise if a model is sharded already, but was not converted as `float8_recipe` says.
+
+    Raises:
+        ConfigError: so it is; sharded layers cannot be converted.
+    """
+    if config.float8_recipe != "none" and not is_converted(model):
+        raise ConfigError(
+            f"float8_recipe={config.float8_recipe!r}, but this {type(model).__name__} was sharded by the program, so "
+            "that its layers cannot be converted any more. Leave the sharding to this package, or float8_recipe out."
+        )
+
+
+def use_float8_gathers(model: nn.Module, config: ParallelConfig) -> None:
+    """Let FSDP2 gather the weights of a sharded model's float8 layers in float8, as `float8_all_gather` says."""
+    if config.float8_all_gather:
+        from hyperpod_plugins.precision.float8_gather import gather_in_float8  # needs torchao
+
+        gather_in_float8(group for part in model.modules() for group in parameter_groups(part))
 
 
 def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) -> None:

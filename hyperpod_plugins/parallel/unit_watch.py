@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -41,7 +42,7 @@ _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have
 
 def watch_units(model: nn.Module) -> None:
     """Start watching the units of a sharded model; does nothing if they are watched already."""
-    units = [(name, group) for name, part in model.named_modules() for group in groups_of(part)]
+    units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
@@ -248,13 +249,24 @@ class _Parameter:
         else:
             self._was_filled = True
             whole = self._of_fsdp.unsharded_param
-            whole.grad = torch.zeros_like(whole, requires_grad=False)
+            whole.grad = _zero_gradient(whole)
 
     def remove_filled_zeros(self) -> None:
         """Remove the gradient if it consists only of zeros that were filled in here."""
         if self._was_filled and not self.is_used:
             self._of_fsdp.sharded_param.grad = None
             self._was_filled = False
+
+
+def _zero_gradient(whole: torch.Tensor) -> torch.Tensor:
+    """Return a zero gradient of a gathered parameter, in its type, also where the parameter is gathered in float8."""
+    local = whole._local_tensor if isinstance(whole, DTensor) else whole
+    zeros = torch.zeros(local.shape, dtype=whole.dtype, device=whole.device)
+    if not isinstance(whole, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 class _Unit:
@@ -330,7 +342,7 @@ def _watches_of(model: nn.Module) -> list["UnitTrace"]:
             return [watch for watch in found if watch is not None]
     watches: dict[int, UnitTrace] = {}
     for part in model.modules():
-        for group in groups_of(part):
+        for group in parameter_groups(part):
             unit: _Unit | None = vars(group).get("_hyperpod_unit")
             if unit is not None:
                 watches[id(unit.watch)] = unit.watch
@@ -338,7 +350,7 @@ def _watches_of(model: nn.Module) -> list["UnitTrace"]:
     return list(watches.values())
 
 
-def groups_of(part: nn.Module) -> list[Any]:
+def parameter_groups(part: nn.Module) -> list[Any]:
     """Return the FSDP2 parameter groups of a module; before torch 2.12 there is at most one."""
     if not isinstance(part, FSDPModule):
         return []

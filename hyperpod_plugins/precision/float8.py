@@ -1,8 +1,9 @@
-"""Linear layers whose matrix products are computed in float8 (8-bit floating point), with torchao.
+"""Linear layers whose matrix products are computed in float8 (8-bit floating point).
 
 Both factors of each product are scaled by their largest absolute value and cast to float8, in forward and backward;
-results have the layer's own type. One scale for a whole tensor is fastest; one for each row is more exact. Scales come
-from the present values, so there is no state to save, and a step that is computed again has the same bits.
+results have the layer's own type. With torchao, one scale for a whole tensor is fastest; one for each row is more
+exact. These scales come from the present values, so there is no state to save, and a step that is computed again has
+the same bits. Transformer Engine (`te-fp8`) takes scales from earlier steps; see `precision/transformer_engine.py`.
 
 Parameters and optimizer state keep their type. Only layers inside a model's blocks are converted: the head and the
 embedding are the most sensitive, and a small part of the time. The sides of a matrix must be multiples of 16, which is
@@ -21,10 +22,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError, format_list
+from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TeScaling, to_transformer_engine
 
 log = logging.getLogger(__name__)
 
-Float8Recipe = Literal["none", "rowwise", "tensorwise"]
+Float8Recipe = Literal["none", "rowwise", "tensorwise", "te-fp8"]
 FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
 _BLOCK_SCALED = ("mxfp8", "nvfp4")
 _SIDE = 16
@@ -44,6 +46,8 @@ class ConvertedLinears:
     """Part of the linear layers' parameters on this rank that the converted ones have, 0 .. 1."""
     is_emulated: bool
     """Whether float8 is emulated, because the device is a CPU."""
+    gathers_in_float8: bool = False
+    """Whether FSDP2 will gather their weights in float8."""
 
     def __str__(self) -> str:
         """One line for the log."""
@@ -51,7 +55,8 @@ class ConvertedLinears:
         named = {reason: [name for name, why in self.left.items() if why == reason] for reason in reasons}
         left = "; ".join(f"{format_list(names, 3)} ({reason})" for reason, names in named.items())
         return (
-            f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}): "
+            f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}"
+            f"{', gathered in float8' if self.gathers_in_float8 else ''}): "
             f"{len(self.converted)} of {len(self.converted) + len(self.left)} linear layers, with "
             f"{100 * self.share:.0f} % of their parameters" + (f"; not converted: {left}" if left else "")
         )
@@ -73,8 +78,31 @@ def check_float8(recipe: str) -> None:
         raise ConfigError(f"float8_recipe must be one of {', '.join(FLOAT8_RECIPES)}, but is {recipe!r}")
 
 
+def check_float8_library(recipe: Float8Recipe) -> None:
+    """Check that the library of a recipe is installed.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    library, extra = ("transformer_engine", "te") if recipe == "te-fp8" else ("torchao", "fp8")
+    if recipe != "none" and importlib.util.find_spec(library) is None:
+        raise MissingExtraError(library, extra, f"float8_recipe={recipe!r}")
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether a layer of a model is one that `convert_linears` makes."""
+    return any(type(part).__module__.startswith(f"{__package__}.") for part in model.modules())
+
+
 def convert_linears(
-    model: nn.Module, recipe: Float8Recipe, device: torch.device, *, blocks: Collection[nn.Module] = ()
+    model: nn.Module,
+    recipe: Float8Recipe,
+    device: torch.device,
+    *,
+    blocks: Collection[nn.Module] = (),
+    gathers_in_float8: bool = False,
+    pads_inner_dim: bool = False,
+    te_scaling: TeScaling = DEFAULT_SCALING,
 ) -> ConvertedLinears:
     """Make the linear layers of a model's blocks compute in float8, in place.
 
@@ -82,30 +110,31 @@ def convert_linears(
 
     Args:
         model: with parameters of any type and device, also on the meta device. Modules and parameters stay the same
-            objects; only the class of the modules changes.
-        recipe: `"rowwise"` or `"tensorwise"`.
-        device: that will compute; on a CPU, float8 is emulated.
+            objects; only the class of the modules changes. `te-fp8` needs values, and makes other modules.
+        recipe: `"rowwise"`, `"tensorwise"` or `"te-fp8"`.
+        device: that will compute; on a CPU, torchao's float8 is emulated.
         blocks: modules in which layers are converted; empty for all but the first and the last layer of the model.
+        gathers_in_float8: whether `gather_in_float8` will be called after `fully_shard`; for the log only.
+        pads_inner_dim: whether torchao pads the inner sides of products to multiples of 16.
+        te_scaling: options of `te-fp8`.
 
     Returns:
         What was converted.
 
     Raises:
         ConfigError: the device has no float8 units, or no layer can be converted.
-        MissingExtraError: torchao is not installed.
+        MissingExtraError: torchao, or for `te-fp8` Transformer Engine, is not installed.
     """
     check_float8(recipe)
-    if importlib.util.find_spec("torchao") is None:
-        raise MissingExtraError("torchao", "fp8", f"float8_recipe={recipe!r}")
+    check_float8_library(recipe)
+    is_te = recipe == "te-fp8"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _NEEDED:
         raise ConfigError(
             f"float8_recipe={recipe!r} needs GPUs of compute capability {_NEEDED[0]}.{_NEEDED[1]} or higher, but "
             f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. Leave float8_recipe out."
         )
-    from hyperpod_plugins.precision.float8_linear import to_float8
-
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    left = _left_out(model, linears, blocks)
+    left = _left_out(model, linears, blocks, replaces_modules=is_te)
     converted = [name for name in linears if name not in left]
     if not converted:
         raise ConfigError(
@@ -113,19 +142,28 @@ def convert_linears(
             + "".join(f"; {name}: {why}" for name, why in [*left.items()][:3])
             + ". Leave float8_recipe out, or name the classes of its blocks with block_classes."
         )
-    for name in converted:
-        to_float8(linears[name], recipe, is_emulated=device.type != "cuda")
+    is_emulated = device.type != "cuda" and not is_te
+    if is_te:
+        to_transformer_engine(model, {name: linears[name] for name in converted}, te_scaling, device)
+    else:
+        from hyperpod_plugins.precision.float8_linear import to_float8  # needs torchao
+
+        for name in converted:
+            to_float8(linears[name], recipe, is_emulated=is_emulated, pads_inner_dim=pads_inner_dim)
     sizes = {name: _local_shape(part).numel() for name, part in linears.items()}
     return ConvertedLinears(
         recipe=recipe,
         converted=tuple(converted),
         left=left,
         share=sum(map(sizes.__getitem__, converted)) / sum(sizes.values()),
-        is_emulated=device.type != "cuda",
+        is_emulated=is_emulated,
+        gathers_in_float8=gathers_in_float8,
     )
 
 
-def _left_out(model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collection[nn.Module]) -> dict[str, str]:
+def _left_out(
+    model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collection[nn.Module], *, replaces_modules: bool
+) -> dict[str, str]:
     """The layers that are not converted, with the reason."""
     inside = {id(part) for block in blocks for part in block.modules()}
     if not blocks:
@@ -142,7 +180,13 @@ def _left_out(model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collec
             left[name] = "its weight is shared"
         elif any(side % _SIDE for side in shape):
             left[name] = f"a side of its matrix on a rank is no multiple of {_SIDE}"
+        elif replaces_modules and _has_hooks(part):
+            left[name] = "it has hooks"
     return left
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    return any(table for name, table in vars(part).items() if name.endswith("_hooks"))
 
 
 def _local_shape(linear: nn.Linear) -> torch.Size:

@@ -68,7 +68,8 @@ MAX_RECORDS = 1000
 _LIBRARIES = frozenset(
     {
         *("hyperpod_plugins", "torch", "lightning", "pytorch_lightning", "lightning_fabric"),
-        *("torchmetrics", "accelerate", "transformers", "peft", "builtins", "typing", "abc"),
+        *("torchmetrics", "accelerate", "transformers", "peft", "transformer_engine"),
+        *("builtins", "typing", "abc"),
     }
 )
 _PLUMBING = (

@@ -28,14 +28,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def fresh(options, **arguments):
-    """An Accelerator; with `by_accelerate`, its own FSDP2 shards, as it does for `fp8="te"`, which needs a GPU."""
     from accelerate.state import AcceleratorState, GradientState
 
     from hyperpod_plugins.accelerate import HyperPodPlugin
-    from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
 
-    options = dict(options)
-    AccelerateSettings.needs_accelerate_fsdp2 = ("fp8",) if options.pop("by_accelerate", False) else ()
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return HyperPodPlugin(**options).accelerator(**arguments)
@@ -135,7 +131,6 @@ def use(folder):
         "hsdp": HSDP,
         "tensor": TENSOR,
         "in one file": TENSOR | {"state_dict_type": "FULL_STATE_DICT"},
-        "by Accelerate": HSDP | {"by_accelerate": True},
         "parameters on the host": HSDP | {"param_offload": True},
         "optimizer on the host": TENSOR | {"optimizer_offload": True},
     }.items():

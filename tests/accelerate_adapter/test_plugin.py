@@ -11,7 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hyperpod_plugins.accelerate import HyperPodPlugin
 from hyperpod_plugins.comm import CommOptions
-from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError, UnknownKeyError
+from hyperpod_plugins.precision import TeScaling
 from hyperpod_plugins.presets import preset_path
 
 LAUNCHED = {
@@ -65,7 +66,7 @@ def test_a_preset_is_read_by_other_launchers_too(monkeypatch):
         ({"config": "absent.yaml"}, ConfigError, "absent.yaml"),
         ({"config": "absent.json"}, ConfigError, "absent.json"),
         ({"timeout_s": 0}, ConfigError, "timeout_s"),
-        ({"fp8": "te", "tensor_parallel_degree": 2}, NotBuiltYetError, "fp8"),
+        ({"fp8": "te", "tensor_parallel_degree": 2}, ConfigError, "te-fp8"),
         ({"activation_checkpointing": "some"}, ConfigError, "activation_checkpointing must be one of none, selective"),
         ({"fp8": "te", "precision": "bf16-true"}, ConfigError, "bf16-true"),
     ],
@@ -105,32 +106,70 @@ def test_what_accelerate_is_given(monkeypatch):
         _ = HyperPodPlugin(hybrid_shard_degree=3).parallelism_config
 
 
-@pytest.mark.parametrize(
-    ("library", "precision"), [pytest.param("torchao", "bf16", id="torchao"), pytest.param("te", "fp8", id="te")]
-)
-def test_fp8_without_its_library_says_what_to_install(library, precision, monkeypatch):
-    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_torchao_available", lambda: False)
+@pytest.mark.parametrize("library", ["torchao", "te"])
+def test_fp8_without_its_library_says_what_to_install(library, monkeypatch):
     plugin = HyperPodPlugin(fp8=library)
-    assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", precision)
+    assert (plugin.config.precision, plugin.mixed_precision) == ("bf16-mixed", "bf16")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="pip install"):
         plugin.accelerator()
     assert not dist.is_initialized()  # refused before anything was joined
 
 
-def test_transformer_engine_without_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr("hyperpod_plugins.accelerate.spec.is_transformer_engine_available", lambda: True)
-    with pytest.raises(ConfigError, match="there is no GPU here"):
-        HyperPodPlugin(fp8="te").accelerator()
-
-
-def test_fp8_by_torchao_is_done_by_this_package():
-    pytest.importorskip("torchao")
+def test_fp8_is_done_by_this_package():
     assert HyperPodPlugin(fp8="torchao").config.float8_recipe == "tensorwise"
     assert HyperPodPlugin(fp8="torchao", float8_recipe="rowwise").config.float8_recipe == "rowwise"
-    from accelerate.utils import AORecipeKwargs
+    assert HyperPodPlugin(fp8="torchao", float8_all_gather=True).config.float8_all_gather
+    of_te = HyperPodPlugin(fp8="te", te_scaling={"margin": 1}).config
+    assert (of_te.float8_recipe, of_te.te_scaling.margin) == ("te-fp8", 1)
+    with pytest.raises(ConfigError, match="fp8='te' contradicts float8_recipe='rowwise'"):
+        HyperPodPlugin(fp8="te", float8_recipe="rowwise")
+    with pytest.raises(ConfigError, match="te-fp8' cannot be combined with param_offload"):
+        HyperPodPlugin(fp8="te", offload_params=True)
 
-    with pytest.raises(ConfigError, match=r"AORecipeKwargs, which would have no effect: give float8_recipe="):
+
+def of_recipe(handler, **options):
+    """The configuration of an Accelerator with a handler and `mixed_precision="fp8"`."""
+    return HyperPodPlugin(**options)._with_precision("fp8")._with_recipe(handler).config
+
+
+def test_the_handler_of_torchao_is_served_or_refused_by_name():
+    pytest.importorskip("torchao")
+    from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    config = of_recipe(AORecipeKwargs())
+    assert (config.float8_recipe, config.float8_all_gather, config.float8_pad_inner_dim) == ("tensorwise", True, True)
+    config = of_recipe(AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise")))
+    assert (config.float8_recipe, config.float8_all_gather, config.float8_pad_inner_dim) == ("rowwise", False, False)
+    with pytest.raises(ConfigError, match="module_filter_func"):
+        of_recipe(AORecipeKwargs(module_filter_func=lambda *_: True))
+    with pytest.raises(ConfigError, match="neither of torchao's recipes"):
+        of_recipe(AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")))
+    with pytest.raises(ConfigError, match=r"AORecipeKwargs, but the precision is not fp8. Give mixed_precision='fp8'"):
         HyperPodPlugin().accelerator(kwargs_handlers=[AORecipeKwargs()])
+    with pytest.raises(ConfigError, match="asks for float8_recipe='tensorwise', and the plugin for 'rowwise'"):
+        of_recipe(AORecipeKwargs(), float8_recipe="rowwise", precision="bf16-mixed")
+    with pytest.raises(ConfigError, match="is for torchao, and the plugin has fp8='te'"):
+        of_recipe(AORecipeKwargs(), fp8="te")
+
+
+def test_the_handler_of_transformer_engine_is_served_or_refused_by_name(monkeypatch):
+    from accelerate.utils import TERecipeKwargs
+
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True)
+    config = of_recipe(TERecipeKwargs(margin=2, amax_history_len=16))
+    assert config.float8_recipe == "te-fp8"
+    assert config.te_scaling == TeScaling(margin=2, amax_history_len=16, amax_compute_algo="most_recent")
+    for option, told in (
+        ({"use_mxfp8_block_scaling": True}, "scales of blocks are not served"),
+        ({"use_autocast_during_eval": True}, "evaluations are in bfloat16"),
+        ({"interval": 2}, "interval=2"),
+        ({"override_linear_precision": (False, True, False)}, "all three products"),
+        ({"fp8_format": "E5M2"}, "fp8_format must be one of HYBRID, E4M3"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            of_recipe(TERecipeKwargs(**option))
 
 
 @pytest.mark.parametrize(
@@ -164,6 +203,9 @@ def test_the_launcher_says_the_precision_where_nobody_else_does(monkeypatch):
         "tensorwise",
         True,
     )
+    assert (told.config.float8_all_gather, told.config.float8_pad_inner_dim) == (True, True)  # Accelerate's defaults
+    rowwise = HyperPodPlugin(float8_recipe="rowwise")._with_precision("fp8").config
+    assert (rowwise.precision, rowwise.float8_recipe, rowwise.float8_all_gather) == ("bf16-mixed", "rowwise", False)
     assert told.timeout_s == 5
 
 
@@ -236,12 +278,9 @@ def test_one_process_is_a_group_too_and_mistakes_are_explained(run_ranks):
     assert "cannot lose members" in seen["another backend"]
 
 
-def half_loaded(by_accelerate):
+def half_loaded():
     from torch import nn
 
-    from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
-
-    AccelerateSettings.needs_accelerate_fsdp2 = ("fp8",) if by_accelerate else ()
     accelerator = HyperPodPlugin().accelerator()
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         net = nn.Linear(4, 4)
@@ -253,8 +292,7 @@ def half_loaded(by_accelerate):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("by_accelerate", [False, True], ids=["sharded here", "sharded by Accelerate"])
-def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks, by_accelerate):
-    told = run_ranks(half_loaded, by_accelerate, world_size=2, timeout_s=60)
+def test_a_model_that_only_one_rank_has_loaded_is_refused_on_all(run_ranks):
+    told = run_ranks(half_loaded, world_size=2, timeout_s=60)
     assert "cpu_ram_efficient_loading" in told[0]
     assert told[0] == told[1]

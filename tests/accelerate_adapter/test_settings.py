@@ -13,6 +13,16 @@ from hyperpod_plugins.presets import FOLDER, preset_names, preset_path, preset_s
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
+TE = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}
+TORCHAO = {"precision": "bf16-mixed", "fp8": "torchao", "float8_all_gather": True, "float8_pad_inner_dim": True}
+
+
+def of_te(**scaling):
+    """Options for Transformer Engine, with Accelerate's defaults."""
+    defaults = {"margin": 0, "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+    options = {"precision": "bf16-mixed", "fp8": "te", "float8_recipe": "te-fp8"}
+    return options | {"te_scaling": defaults | scaling}
+
 
 @pytest.mark.parametrize(
     ("variables", "options"),
@@ -20,10 +30,28 @@ MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
         ({}, {}),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, {"precision": "32-true"}),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"precision": "bf16-mixed"}),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {"precision": "bf16-mixed", "fp8": "torchao"}),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, TORCHAO),
         (
-            {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "te"},
-            {"precision": "bf16-mixed", "fp8": "te"},
+            {
+                "ACCELERATE_MIXED_PRECISION": "fp8",
+                "ACCELERATE_FP8_BACKEND": "AO",
+                "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": "0",
+                "ACCELERATE_FP8_PAD_INNER_DIM": "False",
+            },
+            TORCHAO | {"float8_all_gather": False, "float8_pad_inner_dim": False},
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "te"}, of_te()),
+        (
+            {
+                "ACCELERATE_MIXED_PRECISION": "fp8",
+                "ACCELERATE_FP8_BACKEND": "TE",
+                "ACCELERATE_FP8_MARGIN": "2",
+                "ACCELERATE_FP8_FORMAT": "e4m3",
+                "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16",
+                "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "max",
+                "ACCELERATE_FP8_OVERRIDE_WGRAD": "False",
+            },
+            of_te(margin=2, fp8_format="E4M3", amax_history_len=16, amax_compute_algo="max"),
         ),
         (
             MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "9"},
@@ -55,6 +83,10 @@ def test_what_the_launcher_exports_is_read(variables, options):
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, "MSAMP"),
+        (TE | {"ACCELERATE_FP8_OVERRIDE_DGRAD": "True"}, "override_linear_precision"),
+        (TE | {"ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": "[False, True, False]"}, "override_linear_precision"),
+        (TE | {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true"}, "use_mxfp8_block_scaling=True"),
+        (TE | {"ACCELERATE_FP8_MARGIN": "-1"}, "MARGIN must be a whole number, but is '-1'"),
         (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "DeepSpeed"),
         (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "two"}, "'two'"),
     ],
@@ -74,12 +106,6 @@ def test_what_can_not_be_honoured_is_refused(variables, told):
 def test_settings_that_make_no_sense_are_refused(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
         AccelerateSettings(**values)
-
-
-def test_only_accelerate_can_do_some_things():
-    assert AccelerateSettings().needs_accelerate_fsdp2 == ()
-    assert AccelerateSettings(fp8="te").needs_accelerate_fsdp2 == ("fp8",)
-    assert AccelerateSettings(fp8="torchao").needs_accelerate_fsdp2 == ()
 
 
 LAYOUTS = {

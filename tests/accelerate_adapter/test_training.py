@@ -23,12 +23,8 @@ LAYOUTS = {
     "replicate 2 x tp 2": TENSOR | {"hybrid_shard_degree": 1},
     "recomputed": TENSOR | {"activation_checkpointing": True},
     "offloaded": TENSOR | OFFLOADED,
-    "offloaded, by Accelerate's FSDP2": HSDP | OFFLOADED | {"by_accelerate": True, "block_classes": ("Block",)},
-    "by Accelerate's FSDP2": HSDP | {"by_accelerate": True, "param_offload": True, "block_classes": ("Block",)},
     "parameters on the host": TENSOR | {"offload_params": True},
     "optimizer on the host": TENSOR | {"optimizer_offload": True},
-    "optimizer on the host, by Accelerate's FSDP2": HSDP
-    | {"by_accelerate": True, "optimizer_offload": True, "block_classes": ("Block",)},
     "loss parallel": TENSOR | {"loss_parallel": True},
 }
 
@@ -122,14 +118,10 @@ def train_alone(kind="plain"):
 
 
 def fresh(options, **arguments):
-    """An Accelerator; with `by_accelerate`, its own FSDP2 shards, as it does for `fp8="te"`, which needs a GPU."""
     from accelerate.state import AcceleratorState, GradientState
 
     from hyperpod_plugins.accelerate import HyperPodPlugin
-    from hyperpod_plugins.accelerate.launch_config import AccelerateSettings
 
-    options = dict(options)
-    AccelerateSettings.needs_accelerate_fsdp2 = ("fp8",) if options.pop("by_accelerate", False) else ()
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     return HyperPodPlugin(**options).accelerator(**arguments)

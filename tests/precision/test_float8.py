@@ -79,6 +79,22 @@ def test_results_are_those_of_float8(recipe, is_autocast):
         assert (each.grad.float() - of_plain).norm() < 0.2 * of_plain.norm(), name
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_padded_products_are_the_same(recipe):
+    """For a number of tokens that is no multiple of 16."""
+    found = []
+    for pads_inner_dim in (False, True):
+        model = made(torch.bfloat16)
+        convert_linears(model, recipe, CPU, blocks=list(model.layers), pads_inner_dim=pads_inner_dim)
+        assert model.layers[0].up_proj.config.pad_inner_dim == pads_inner_dim
+        x = torch.randn(37, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        result = model(x)
+        result.float().square().mean().backward()
+        found.append([result, *(each.grad for each in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_refused():
     class Own(nn.Linear):
         pass
@@ -94,7 +110,7 @@ def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_
 
 
 def test_what_is_not_served_is_refused_by_name(monkeypatch):
-    with pytest.raises(ConfigError, match=r"one of none, rowwise, tensorwise, but is 'blockwise'"):
+    with pytest.raises(ConfigError, match=r"one of none, rowwise, tensorwise, te-fp8, but is 'blockwise'"):
         ParallelConfig(float8_recipe="blockwise")
     with pytest.raises(NotBuiltYetError, match=r"mxfp8.*compute capability 10.0.*Use 'rowwise'"):
         ParallelConfig(float8_recipe="mxfp8")
@@ -105,6 +121,24 @@ def test_what_is_not_served_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"'rowwise' needs the Python package 'torchao'.*pip install torchao"):
         convert_linears(made(), "rowwise", CPU)
+
+
+def test_a_model_that_the_program_has_sharded_is_refused():
+    """Its layers cannot be converted any more, and it would train in bfloat16."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from hyperpod_plugins.parallel.parallelize import parallelize, refuse_without_float8
+
+    class Sharded(FSDPModule, Model):
+        def __new__(cls):  # of a class that `fully_shard` makes
+            return object.__new__(cls)
+
+    config = ParallelConfig(float8_recipe="rowwise", precision="bf16-mixed")
+    with pytest.raises(ConfigError, match="Sharded was sharded by the program"):
+        parallelize(Sharded(), None, config)
+    model = made()
+    convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
+    refuse_without_float8(model, config)
 
 
 def train(recipe, shard, tensor, precision="bf16-mixed", *, is_delayed=False, **options):

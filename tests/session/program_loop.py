@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
+sys.path.append(str(Path(__file__).parent.parent / "stand_ins"))  # of Transformer Engine
 from faults import Faults
 
 from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
@@ -20,7 +21,12 @@ from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
-NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 8
+FLOAT8 = {  # options of the session
+    "": {},
+    "gathered": {"float8_recipe": "tensorwise", "float8_all_gather": True, "precision": "bf16-mixed"},
+    "te": {"float8_recipe": "te-fp8", "te_scaling": {"amax_history_len": 256}, "precision": "bf16-mixed"},
+}[os.environ.get("FLOAT8", "")]
+NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if FLOAT8 else 8
 torch.set_num_threads(1)
 
 
@@ -81,6 +87,7 @@ def main():
     session = Session(
         hybrid_shard_degree=shards,
         **batch,
+        **FLOAT8,
         random_seed=5,
         elastic=elastic,
         shard_degrees=[int(each) for each in os.environ.get("SHARD_DEGREES", "").split()],

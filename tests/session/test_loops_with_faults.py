@@ -95,11 +95,28 @@ def test_a_body_that_only_one_rank_has_not_ended(tmp_path):
     assert_equal(wanted, found, 4)
 
 
-def test_a_model_in_float8(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"float8_recipe": "rowwise"}, "rowwise, emulated on the CPU", id="rowwise"),
+        pytest.param(
+            {"float8_recipe": "tensorwise", "float8_all_gather": True},
+            "tensorwise, emulated on the CPU, gathered in float8",
+            id="gathered",
+        ),
+        pytest.param(
+            {"float8_recipe": "te-fp8", "block_classes": ["Block"], "te_scaling": {"amax_history_len": 4}},
+            "te-fp8",
+            id="te",
+        ),
+    ],
+)
+def test_a_model_in_float8(options, said, tmp_path):
     faults = [["compute", 3, 1, "kill"], ["committed", 5, 2, "kill"], ["compute", 7, 0, "raise"]]
-    wanted, found = run(tmp_path / "wanted", "float8"), run(tmp_path / "found", "float8", faults)
+    wanted = run(tmp_path / "wanted", "float8", options=options)
+    found = run(tmp_path / "found", "float8", faults, options=options)
     assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
-    assert "float8 (rowwise, emulated on the CPU): 6 of 8 linear layers" in found.output
+    assert f"float8 ({said}): 6 of 8 linear layers" in found.output
     assert_equal(wanted, found, 4)
 
 

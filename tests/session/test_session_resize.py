@@ -70,6 +70,58 @@ def test_grown_shrunk_and_grown_again(nodes, tmp_path_factory):
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_path_factory):
+    """A replica joins, and a worker is killed after that; with the same bits as without."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    of_float8 = {"FLOAT8": "gathered", "REPRODUCIBLE": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
+    nodes.environ |= of_float8
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.kill_rank(1)
+        nodes.await_size(4)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    assert "float8 (tensorwise, emulated on the CPU, gathered in float8): 3 of 3 linear layers" in nodes.output()
+    folder = tmp_path_factory.mktemp("calm")
+    environ = {"STEPS": str(num_steps), **of_float8}
+    calm = run_job(LoopNodes.script, folder, num_ranks=2, environ=environ, args=PRELOAD)
+    assert calm.code == 0, calm.output[-8000:]
+    for rank, wanted in enumerate(calm.results(2)):
+        found = torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)
+        assert (found["replicas"], wanted["replicas"]) == (2, 1)
+        del wanted["state"]["num_calls"]  # a larger world has fewer micro-steps
+        for name, value in wanted["state"].items():
+            assert torch.equal(found["state"][name], value), name
+
+
+def test_a_replica_that_joins_gets_the_scales_of_transformer_engine(tmp_path):
+    """They depend on more passes than it makes itself, and without them replicas would differ."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    nodes.environ |= {"FLOAT8": "te", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.finish()
+    finally:
+        nodes.clear()
+    results = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)["state"] for rank in range(4)]
+    names = [name for name in results[0] if "fp8_" in name]
+    assert len(names) == 4 * 3
+    for name in names:
+        assert results[0][name].count_nonzero(), name
+        assert all(torch.equal(each[name], results[0][name]) for each in results), name
+    for one, other in ((0, 2), (1, 3)):  # the same shards
+        assert all(torch.equal(results[one][name], results[other][name]) for name in results[one])
+
+
 def test_a_loop_that_is_stepped_by_hand_grows_and_shrinks(nodes, tmp_path_factory):
     """Its losses are those of the loop that the session steps, on one rank."""
     of_data = {"SAMPLES": "120", "OPTIMIZER": "sgd"}

@@ -1,0 +1,281 @@
+"""Linear layers of Transformer Engine in float8 with delayed scaling; `float8_recipe="te-fp8"`.
+
+Activations and weights are cast to E4M3, gradients to E5M2 (or as `TeScaling` says), with scales from the largest
+absolute values of earlier passes, which Transformer Engine reduces over all ranks as a forward or backward ends. So
+scales are the same on all ranks, but they are state, and what a step computes depends on them.
+
+[Note: scales are buffers] Transformer Engine keeps scales and histories outside of what torch calls the state of a
+module, and registers them in a list of the process when a layer first runs. Here all layers are set up when they are
+converted, so that all ranks and joiners reduce the same list, and the same tensors become persistent buffers of the
+layers. What a step has done to buffers is undone, replacements and joiners get them, and checkpoints hold them.
+
+[Note: one region] Transformer Engine reduces when `autocast` is left, and a layer that has run twice by then has lost
+the values of its first call. So the model's forward, or Lightning's step, is one region; layers that run outside of it
+or twice in it are refused. Recomputation would do both. Evaluations are in bfloat16 and change no scales.
+"""
+
+import gc
+import sys
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hyperpod_plugins.errors import ConfigError
+
+# Transformer Engine is optional, and not typed.
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
+TeFormat = Literal["HYBRID", "E4M3"]
+AmaxAlgorithm = Literal["max", "most_recent"]
+_KEYS = {"scaling_fwd": "fwd", "scaling_bwd": "bwd"}
+"""Names of a layer's two sets of scales in Transformer Engine, and in the names of the buffers here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeScaling:
+    """Delayed scaling of Transformer Engine; the defaults are its own.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    fp8_format: TeFormat = "HYBRID"
+    """`HYBRID`: E4M3 in forward and E5M2 in backward. `E4M3`: in both."""
+    margin: int = 0
+    """Scales are divided by 2 to the power of this."""
+    amax_history_len: int = 1024
+    """Number of passes whose largest absolute values are kept."""
+    amax_compute_algo: AmaxAlgorithm = "max"
+    """Whether the scale follows the largest value of the history or the most recent one."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, allowed in (("fp8_format", get_args(TeFormat)), ("amax_compute_algo", get_args(AmaxAlgorithm))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"te_scaling: {name} must be one of {', '.join(allowed)}, but is {getattr(self, name)!r}"
+                )
+        for name, least in (("margin", 0), ("amax_history_len", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"te_scaling: {name} must be a whole number of at least {least}, but is {value!r}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "TeScaling":
+        """Create it from a mapping, as in a configuration file.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is out of range.
+        """
+        unknown = sorted(values.keys() - set(cls.__slots__))
+        if unknown:
+            raise ConfigError(f"te_scaling has unknown keys {unknown}; known are {', '.join(sorted(cls.__slots__))}")
+        return cls(**values)
+
+
+DEFAULT_SCALING = TeScaling()
+
+
+def to_transformer_engine(
+    model: nn.Module, linears: Mapping[str, nn.Linear], scaling: TeScaling, device: torch.device
+) -> None:
+    """Replace linear layers by those of Transformer Engine, in place; parameters stay the same objects.
+
+    Args:
+        model: whose forward becomes the region in which the layers compute in float8; see [Note: one region].
+        linears: name and layer of those to replace, with values.
+        scaling: options of delayed scaling.
+        device: that will compute; scales are there from now on.
+
+    Raises:
+        ConfigError: a layer has no values yet, another model of this process is trained with Transformer Engine, or the
+            device has no float8 units.
+    """
+    without = [name for name, each in linears.items() if each.weight.is_meta]
+    if without:
+        raise ConfigError(
+            f"float8_recipe='te-fp8': {without[0]} has no values yet (delayed_init, or the meta device), which layers "
+            "of Transformer Engine cannot get later. Build the model with values, or use float8_recipe='tensorwise'."
+        )
+    _check_alone()
+    manager = _manager()
+    is_available, reason = manager.is_fp8_available()
+    if not is_available:
+        raise ConfigError(f"float8_recipe='te-fp8': Transformer Engine says {reason!r}. Leave float8_recipe out.")
+    region = _Region(_library(), _recipe(scaling))
+    made = {id(each): _converted(each, region, device) for each in linears.values()}
+    for name, part in [*model.named_modules(remove_duplicate=False)]:
+        if id(part) in made:
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, made[id(part)])
+    with torch.no_grad(), region.autocast():  # without gradients, leaving it reduces nothing
+        for layer in made.values():
+            layer.init_fp8_metadata()
+            manager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+            for name, tensor in _scales_of(layer).items():
+                layer.register_buffer(name, tensor)
+    model.register_forward_pre_hook(lambda module, _: region.enter(module))
+    model.register_forward_hook(lambda *_: region.leave(), always_call=True)
+    _regions[model] = region
+    _trained.append(weakref.ref(model))
+
+
+@contextmanager
+def float8_region(model: nn.Module) -> Generator[None]:
+    """Make what runs inside one region of Transformer Engine, where `model` was converted; else do nothing."""
+    region = _regions.get(model)
+    if region is None:
+        yield
+        return
+    region.enter(model)
+    try:
+        yield
+    finally:
+        region.leave()
+
+
+class _Region:
+    """Where layers compute in float8: from the outermost `enter` to its `leave`. For one thread."""
+
+    def __init__(self, library: Any, recipe: Any) -> None:
+        self._library, self._recipe = library, recipe
+        self._depth = 0
+        self._context: Any = None
+        """Of Transformer Engine; None in an evaluation."""
+        self._ran: set[int] = set()
+        self._handled: BaseException | None = None
+
+    def autocast(self) -> Any:
+        """Transformer Engine's context, which reduces scales over all ranks, torch's default group."""
+        newer = getattr(self._library, "autocast", None)  # since 2.9, which deprecates the other one
+        if newer is not None:
+            return newer(enabled=True, recipe=self._recipe)
+        return self._library.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
+
+    def enter(self, model: nn.Module) -> None:
+        """Begin a region, or a part of the one that is open."""
+        self._depth += 1
+        if self._depth > 1 or not (model.training and torch.is_grad_enabled()):
+            return
+        self._ran.clear()
+        self._handled = sys.exc_info()[1]
+        context = self.autocast()
+        context.__enter__()
+        self._context = context
+
+    def leave(self) -> None:
+        """End what the last `enter` began.
+
+        After an exception, nothing is reduced: other ranks, which had none, are elsewhere.
+        """
+        self._depth = max(self._depth - 1, 0)
+        if self._depth or self._context is None:
+            return
+        context, self._context = self._context, None
+        has_failed = sys.exc_info()[1] is not self._handled
+        self._handled = None
+        with torch.no_grad() if has_failed else nullcontext():
+            context.__exit__(None, None, None)
+
+    def check(self, layer: Any) -> None:
+        """Raise if a layer runs outside of a region, or twice in it.
+
+        Raises:
+            ConfigError: see [Note: one region].
+        """
+        if self._context is None:
+            if layer.training and torch.is_grad_enabled():
+                raise ConfigError(
+                    "float8_recipe='te-fp8': a layer runs outside of the forward of the model that was given to "
+                    "parallelize, or again in backward (recomputation). Call the model as a whole, without "
+                    "recomputation, or use float8_recipe='tensorwise'."
+                )
+            return
+        if id(layer) in self._ran:
+            raise ConfigError(
+                "float8_recipe='te-fp8': a layer runs twice in one forward of the model (or one training_step), and "
+                "Transformer Engine would forget the largest values of its first call. Use float8_recipe='tensorwise'."
+            )
+        self._ran.add(id(layer))
+        if any(tensor is not layer.get_buffer(name) for name, tensor in _scales_of(layer).items()):
+            raise ConfigError(
+                "float8_recipe='te-fp8': the scales of a layer are no longer its buffers, so recovery and checkpoints "
+                "would miss them. Do not convert or move the model after parallelize."
+            )
+
+
+_regions: "weakref.WeakKeyDictionary[nn.Module, _Region]" = weakref.WeakKeyDictionary()
+_trained: "list[weakref.ref[nn.Module]]" = []
+"""The models of this process that were converted."""
+
+
+def _check_alone() -> None:
+    """Refuse a second model while the first one exists, and forget the layers of one that does not."""
+    if any(each() is not None for each in _trained):
+        gc.collect()
+    if any(each() is not None for each in _trained):
+        raise ConfigError(
+            "float8_recipe='te-fp8' for a second model in one process: Transformer Engine reduces the scales of both "
+            "together, and a process that joins has only those of one. Use float8_recipe='tensorwise'."
+        )
+    if _trained:
+        _trained.clear()
+        _manager().reset()
+
+
+def _library() -> Any:
+    import transformer_engine.pytorch as library
+
+    return library
+
+
+def _manager() -> Any:
+    try:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    except ImportError:  # before 2.9
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    return FP8GlobalStateManager
+
+
+def _recipe(scaling: TeScaling) -> Any:
+    from transformer_engine.common import recipe
+
+    return recipe.DelayedScaling(
+        margin=scaling.margin,
+        fp8_format=getattr(recipe.Format, scaling.fp8_format),
+        amax_history_len=scaling.amax_history_len,
+        amax_compute_algo=scaling.amax_compute_algo,
+    )
+
+
+@cache
+def _layer_class() -> Any:
+    """Transformer Engine's linear layer, without its own pickled state: buffers hold the scales."""
+    without = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
+    return type("TransformerEngineLinear", (_library().Linear,), {"__module__": __name__, **without})
+
+
+def _converted(linear: nn.Linear, region: _Region, device: torch.device) -> Any:
+    has_bias, weight = linear.bias is not None, linear.weight  # pyright: ignore[reportUnnecessaryComparison]
+    sizes = linear.in_features, linear.out_features
+    layer = _layer_class()(*sizes, bias=has_bias, params_dtype=weight.dtype, device="meta")
+    layer.weight = weight
+    layer.bias = linear.bias if has_bias else torch.empty(0, dtype=weight.dtype, device=device)
+    layer.train(linear.training)
+    layer.register_forward_pre_hook(lambda module, _: region.check(module))
+    return layer
+
+
+def _scales_of(layer: Any) -> dict[str, Tensor]:
+    """Scales and histories of a layer, by the names of their buffers."""
+    found: dict[str, Tensor] = {}
+    for key, suffix in _KEYS.items():
+        state = layer.fp8_meta[key]
+        found |= {f"fp8_scale_{suffix}": state.scale, f"fp8_amax_history_{suffix}": state.amax_history}
+    return found

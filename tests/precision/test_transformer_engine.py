@@ -1,0 +1,287 @@
+"""Layers of Transformer Engine, with a stand-in for it: state as buffers, regions, refusals, and equal scales."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+from hyperpod_plugins.errors import ConfigError, MissingExtraError
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.precision import TeScaling, convert_linears
+
+CPU = torch.device("cpu")
+STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    monkeypatch.syspath_prepend(STAND_INS)
+    import transformer_engine.pytorch as library
+
+    import hyperpod_plugins.precision.transformer_engine as ours
+
+    library.FP8GlobalStateManager.reset()
+    ours._trained.clear()
+    yield library
+    ours._trained.clear()
+    ours._layer_class.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def made(num_blocks=2):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(num_blocks)), nn.Linear(32, 16))
+
+
+def converted(scaling=TeScaling(amax_history_len=4)):  # noqa: B008
+    model = made()
+    done = convert_linears(model, "te-fp8", CPU, blocks=[model[1], model[2]], te_scaling=scaling)
+    return model, done
+
+
+def test_parameters_stay_and_scales_are_buffers(library):
+    plain = made()
+    model, done = converted()
+    assert str(done).startswith("float8 (te-fp8): 4 of 6 linear layers, with 8")
+    assert isinstance(model[1].up, library.Linear)
+    assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    buffers = dict(model.named_buffers())
+    assert len(buffers) == 4 * 4
+    assert buffers["1.up.fp8_amax_history_fwd"] is model[1].up.fp8_meta["scaling_fwd"].amax_history
+    state = model.state_dict()
+    assert not any("_extra_state" in name for name in state)  # which the library pickles
+    assert "2.down.fp8_scale_bwd" in state
+
+
+def test_scales_follow_the_largest_values_and_an_evaluation_leaves_them(library):
+    model, _ = converted(TeScaling(amax_history_len=4, margin=1))
+    plain = made()
+    x = 3 * torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    wanted, first = plain(x), model(x)
+    second = model(x)
+    assert 1e-3 < (second - wanted).norm() / wanted.norm() < 0.1
+    assert not torch.equal(first, second)  # the first pass has scales of one
+    layer = model[1].up
+    largest = model[0](x).abs().max()
+    assert torch.equal(layer.fp8_scale_fwd[0], 448 / largest / 2)
+    second.square().mean().backward()
+    assert layer.fp8_scale_bwd[0] > 57344
+    kept = {name: each.clone() for name, each in model.named_buffers()}
+    model.eval()
+    assert torch.equal(model(x), wanted)
+    model.train()
+    with torch.no_grad():
+        model(x)
+    assert all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
+    model(x)
+    assert not all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
+
+
+def test_a_failed_forward_closes_its_region(library):
+    model, _ = converted()
+
+    def fail(*_):
+        raise ValueError("in between")
+
+    handle = model[2].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in between"):
+        model(torch.ones(16, 16))
+    assert (library.FP8GlobalStateManager.enabled, library.FP8GlobalStateManager.depth) == (False, 0)
+    assert torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))  # nothing was reduced
+    handle.remove()
+    model(torch.ones(16, 16))
+    assert not torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))
+
+
+def test_layers_outside_of_a_region_or_twice_in_it_are_refused(library):
+    model, _ = converted()
+    with pytest.raises(ConfigError, match="a layer runs outside of the forward of the model"):
+        model[1](torch.ones(16, 32))
+    model[1].forward = lambda x, forward=model[1].forward: forward(forward(x))
+    with pytest.raises(ConfigError, match="a layer runs twice in one forward"):
+        model(torch.ones(16, 16))
+
+
+def test_scales_that_the_library_replaces_are_refused(library):
+    model, _ = converted()
+    state = model[1].down.fp8_meta["scaling_bwd"]
+    state.scale = state.scale.clone()
+    with pytest.raises(ConfigError, match="no longer its buffers"):
+        model(torch.ones(16, 16))
+
+
+def test_what_cannot_be_served_is_refused_by_name(library, monkeypatch):
+    model, _ = converted()
+    with pytest.raises(ConfigError, match="for a second model in one process"):
+        converted()
+    del model
+    converted()
+    with torch.device("meta"):
+        empty = made()
+    import hyperpod_plugins.precision.transformer_engine as ours
+
+    ours._trained.clear()
+    with pytest.raises(ConfigError, match=r"1\.up has no values yet \(delayed_init, or the meta device\)"):
+        convert_linears(empty, "te-fp8", CPU, blocks=[empty[1]])
+    hooked = made()
+    hooked[1].up.register_forward_hook(lambda *_: None)
+    assert convert_linears(hooked, "te-fp8", CPU, blocks=[hooked[1]]).left["1.up"] == "it has hooks"
+    ours._trained.clear()
+    monkeypatch.setattr(library.FP8GlobalStateManager, "is_available", (False, "Device compute capability 8.9"))
+    with pytest.raises(ConfigError, match=r"Transformer Engine says 'Device compute capability 8.9'"):
+        converted()
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"'te-fp8' needs the Python package 'transformer_engine'"):
+        convert_linears(made(), "te-fp8", CPU)
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"tensor_parallel_degree": 2}, "combined with tensor_parallel_degree"),
+        ({"activation_checkpointing": "full"}, "combined with activation_checkpointing"),
+        ({"sm_activation_offloading": True}, "combined with activation_offload"),
+        ({"mlp_tiles": 2}, "combined with mlp_tiles"),
+        ({"delayed_init": True}, "combined with delayed_init"),
+        ({"float8_all_gather": True}, "needs float8_recipe='tensorwise', but it is 'te-fp8'"),
+        ({"te_scaling": {"margin": -1}}, "margin must be a whole number of at least 0"),
+        ({"te_scaling": {"fp8_format": "E5M2"}}, "fp8_format must be one of HYBRID, E4M3"),
+        ({"te_scaling": {"interval": 2}}, "unknown keys"),
+    ],
+)
+def test_options_that_exclude_each_other(option, match):
+    with pytest.raises(ConfigError, match=match):
+        ParallelConfig.of({"float8_recipe": "te-fp8"} | option)
+
+
+def test_scaling_is_for_this_recipe_only():
+    assert ParallelConfig.of({"float8_recipe": "te-fp8", "te_scaling": {"margin": 1}}).te_scaling.margin == 1
+    with pytest.raises(ConfigError, match="te_scaling is for float8_recipe='te-fp8'"):
+        ParallelConfig(te_scaling=TeScaling(margin=1))
+
+
+def test_the_keys_of_hyperpods_recipes():
+    """`fp8` and its options are those of SMP's models, which means Transformer Engine."""
+    asked = {"fp8": True, "fp8_amax_history_len": 32, "fp8_amax_compute_algo": "most_recent"}
+    config = ParallelConfig.of(asked)
+    assert config.float8_recipe == "te-fp8"
+    assert config.te_scaling == TeScaling(amax_history_len=32, amax_compute_algo="most_recent")
+    assert ParallelConfig.of(asked | {"fp8": False}) == ParallelConfig()
+    for wrong, match in (
+        (asked | {"fp8": "hybrid"}, "fp8 must be true or false"),
+        ({"fp8_amax_history_len": 32}, "fp8 must be true or false"),
+        (asked | {"float8_recipe": "rowwise"}, "fp8 means float8_recipe='te-fp8'"),
+        (asked | {"tensor_parallel_degree": 2}, "cannot be combined with tensor_parallel_degree"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            ParallelConfig.of(wrong)
+
+
+def fit():
+    import lightning.pytorch as pl
+
+    from hyperpod_plugins import HyperPodStrategy
+
+    sys.path.insert(0, STAND_INS)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = made()
+
+        def training_step(self, batch, index):
+            return self.net(batch).float().square().mean()  # not self(...)
+
+        def validation_step(self, batch, index):
+            self.net(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    strategy = HyperPodStrategy(
+        float8_recipe="te-fp8", block_classes=("Block",), te_scaling={"amax_history_len": 4}, hybrid_shard_degree=1
+    )
+    trainer = pl.Trainer(
+        strategy=strategy,
+        precision="bf16-mixed",
+        accelerator="cpu",
+        devices=2,
+        max_steps=3,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(data, batch_size=16)
+    trainer.fit(module, loader, loader)
+    assert trainer.global_step == 3
+    buffers = {name: each.clone() for name, each in module.named_buffers()}
+    trainer.validate(module, loader, verbose=False)
+    assert all(torch.equal(each, buffers[name]) for name, each in module.named_buffers())
+    return buffers
+
+
+@pytest.mark.spawns
+def test_a_step_of_lightning_is_a_region():
+    first, second = run_ranks(fit, world_size=2, timeout_s=120)
+    assert len(first) == 16
+    assert all(torch.equal(each, second[name]) for name, each in first.items())
+    assert not torch.equal(first["net.1.up.fp8_scale_fwd"], torch.ones(3))
+
+
+def train():
+    sys.path.insert(0, STAND_INS)
+    config = ParallelConfig(
+        float8_recipe="te-fp8",
+        hybrid_shard_degree=2,
+        precision="bf16-mixed",
+        block_classes=("Block",),
+        te_scaling=TeScaling(amax_history_len=4),
+    )
+    dist.init_process_group("hyperpod")
+    mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
+    with pytest.raises(ConfigError, match="combined with reproducible=True"):
+        parallelize(made(), mesh, config, averages_replicas=False)
+    model = parallelize(made(), mesh, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        for micro_step in range(2):
+            seed = 100 * dist.get_rank() + 10 * step + micro_step
+            x = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)) * (1 + dist.get_rank())
+            model(x.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: each.clone() for name, each in model.named_buffers()}
+
+
+@pytest.mark.spawns
+def test_scales_are_the_same_on_all_ranks():
+    """Each rank has other samples, so without a reduction over all of them they would differ."""
+    first, *others = run_ranks(train, world_size=4, timeout_s=120)
+    assert len(first) == 16
+    for other in others:
+        for name, each in first.items():
+            assert torch.equal(each, other[name]), name
+    assert not torch.equal(first["1.up.fp8_scale_fwd"], torch.ones(3))
+    assert not torch.equal(first["1.up.fp8_scale_bwd"], torch.ones(2))
