@@ -8,6 +8,9 @@ The ranks of a world form a grid with three axes, `replicate x shard x tensor`, 
 node where it fits. Ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
 whenever there is more than one node per replica. The replicate axis always exists, even at size 1: it is the
 only one whose size may change in a running job.
+
+The ranks of `shard` may be split further: `context_degree` neighbours on it read the same samples, and each computes
+its part of the sequence.
 """
 
 from dataclasses import dataclass
@@ -33,7 +36,8 @@ class Topology:
     """Sizes of the three axes, and the position of each rank on them.
 
     Raises:
-        DegreeError: a degree is out of range, or shard degree x tensor degree does not divide the world size.
+        DegreeError: a degree is out of range, shard degree x tensor degree does not divide the world size, or the
+            context degree does not divide the shard degree.
     """
 
     world_size: int
@@ -42,6 +46,8 @@ class Topology:
     """Number of ranks over which one copy of the training state is split."""
     tensor_degree: int = 1
     """Number of ranks over which each layer's matrices are split."""
+    context_degree: int = 1
+    """Number of ranks over which each sequence is split: neighbours on the shard axis."""
     ranks_per_node: int = 0
     """Number of ranks on each node; 0 if all ranks are on one node."""
 
@@ -50,6 +56,10 @@ class Topology:
         for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
             if not 1 <= value <= self.world_size:
                 raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
+        if self.context_degree < 1 or self.shard_degree % self.context_degree:
+            raise DegreeError(
+                f"context_degree must divide shard_degree {self.shard_degree}, but is {self.context_degree}."
+            )
         if self.world_size % self.replica_size:
             raise DegreeError(
                 f"a world of {self.world_size} ranks cannot be divided into replicas of shard_degree "
@@ -74,8 +84,18 @@ class Topology:
 
     @property
     def data_degree(self) -> int:
-        """Number of ranks that read different samples: replicate x shard."""
-        return self.replicate_degree * self.shard_degree
+        """Number of ranks that read different samples: replicate x shard / context."""
+        return self.replicate_degree * self.data_ranks_per_replica
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks read the same samples: tensor peers, and context peers."""
+        return self.data_degree < self.world_size
+
+    @property
+    def data_ranks_per_replica(self) -> int:
+        """Number of ranks of one replica that read different samples: shard / context."""
+        return self.shard_degree // self.context_degree
 
     def coordinates(self, global_rank: int) -> Coordinates:
         """Return the position of a rank on the three axes."""
@@ -85,9 +105,29 @@ class Topology:
         return Coordinates(replicate=replicate, shard=shard, tensor=tensor)
 
     def data_rank(self, global_rank: int) -> int:
-        """Return a rank's index among the ranks that read different samples; tensor peers share it."""
+        """Return a rank's index among those that read different samples; tensor and context peers share it."""
+        self._check_rank(global_rank)
+        return global_rank // (self.tensor_degree * self.context_degree)
+
+    def compute_rank(self, global_rank: int) -> int:
+        """Return a rank's index among those that compute different tokens; tensor peers share it.
+
+        Random numbers of the computation (dropout) are keyed by it; those of the data are keyed by `data_rank`.
+        """
         self._check_rank(global_rank)
         return global_rank // self.tensor_degree
+
+    def context_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the parts of this rank's sequences, itself included, in order of their parts."""
+        peers = self.peers(global_rank, "shard")
+        first = peers.index(global_rank) // self.context_degree * self.context_degree
+        return peers[first : first + self.context_degree]
+
+    def data_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return one rank for each data rank: those with the same tensor coordinate and the same part of a sequence."""
+        self._check_rank(global_rank)
+        stride = self.tensor_degree * self.context_degree
+        return tuple(range(global_rank % stride, self.world_size, stride))
 
     def peers(self, global_rank: int, axis: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one only along `axis`, including itself, in axis order."""
@@ -125,8 +165,9 @@ class Topology:
             raise DegreeError(f"rank {global_rank} does not exist in a world of {self.world_size}")
 
     def __str__(self) -> str:
-        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`."""
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`, with `(context 2)` if the shard axis has some."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        return axes + (f" (context {self.context_degree})" if self.context_degree > 1 else "")
 
 
 def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> str:
