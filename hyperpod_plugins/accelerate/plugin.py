@@ -16,6 +16,7 @@ from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import accelerate_variables, config_path
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.parallel.config import refuse_contexts
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 
 ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
@@ -132,6 +133,8 @@ class HyperPodPlugin(AcceleratorSpec):
                 "is not supported: Accelerate's own FSDP2 does the former, but cannot do the latter. Drop one of "
                 "them."
             )
+        if left_to_accelerate:
+            refuse_contexts(self.config, f"{' and '.join(left_to_accelerate)} of HyperPodPlugin")
         if self.settings.fp8 != "off" and self.config.precision != "bf16-mixed":
             raise ConfigError(
                 f"fp8={self.settings.fp8!r} keeps parameters in float32 and computes the rest in bfloat16, so it "
