@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, LogitsNotComputed
+from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, LogitsNotComputed, derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend, mean_over_context
 from hyperpod_plugins.parallel.mesh import context_group
@@ -94,9 +94,21 @@ def _split_language_model(model: Any, degree: int, shard_degree: int) -> None:
         if isinstance(part, PreTrainedModel):
             own: Any = part.config
             own._attn_implementation = _ATTENTION[attention]
-    forward = _SplitForward(degrees, inspect.signature(type(model).forward))
-    model.register_forward_pre_hook(forward.begin, with_kwargs=True)
-    model.register_forward_hook(forward.end, always_call=True)
+    kind: Any = type(model)
+    split = _SplitForward(degrees, inspect.signature(kind.forward))
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own, sequences = split.part(self, args, kwargs)
+        _running.sequences = sequences
+        try:
+            output = kind.forward(self, **own)
+        finally:
+            _running.sequences = None
+        return split.whole(output, sequences)
+
+    # Not hooks: wrappers such as PEFT's call `model.forward(...)`.
+    model.__class__ = derived_class(kind, {"forward": forward})
 
 
 def _check_model(model: Any) -> None:
@@ -178,13 +190,13 @@ class LogitsOfPart(LogitsNotComputed):
 
 
 class _SplitForward:
-    """Hooks around the forward of a language model."""
+    """What happens before and after the forward of a language model."""
 
     def __init__(self, degrees: ContextDegrees, signature: inspect.Signature) -> None:
         self._degrees, self._signature = degrees, signature
 
-    def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        """Replace whole sequences by this rank's part.
+    def part(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Sequences]:
+        """Return the arguments for this rank's part, and the whole sequences.
 
         Raises:
             ConfigError: an argument cannot be split, or the ranks of the group have different sequences.
@@ -210,9 +222,6 @@ class _SplitForward:
         positions = torch.cat([positions, more], dim=1).expand(batch, -1)
         if documents is not None:
             documents = torch.cat([documents, documents[:, -1:].expand(-1, added)], dim=1).expand(batch, -1)
-        _running.sequences = _Sequences(
-            layout=layout, rank=rank, positions=positions, documents=documents, padding=padding
-        )
         ignored = given.get("ignore_index", IGNORED)
         targets = given.get("shift_labels")
         if targets is None:
@@ -221,7 +230,8 @@ class _SplitForward:
         count = (targets != ignored).sum() if count is None else count
         own_targets = layout.part(F.pad(targets, (0, added), value=ignored), rank)
         own_ids = layout.part(F.pad(ids, (0, added)), rank)
-        return (), given | {
+        sequences = _Sequences(layout=layout, rank=rank, positions=positions, documents=documents, padding=padding)
+        own = {
             "input_ids": own_ids,
             "position_ids": layout.part(positions, rank),
             "attention_mask": torch.ones_like(own_ids),  # so that transformers looks for no documents in a part
@@ -230,12 +240,10 @@ class _SplitForward:
             "num_items_in_batch": count / self._degrees.context_degree,
             "use_cache": False,
         }
+        return given | own, sequences
 
-    def end(self, model: Any, args: Any, output: Any) -> Any:
+    def whole(self, output: Any, sequences: _Sequences) -> Any:
         """Replace this rank's share of the loss by the loss of whole sequences, and its logits by what refuses use."""
-        sequences, _running.sequences = _running.sequences, None
-        if output is None or sequences is None:  # an error
-            return None
         group = self._degrees.group
         loss, logits, *rest = output if isinstance(output, tuple) else (output["loss"], output["logits"])
         loss = mean_over_context(loss, group)
@@ -349,8 +357,8 @@ def _mask(
     sequences = _running.sequences
     if sequences is None:
         raise ConfigError(
-            "a model with context_parallel_degree above 1 was run without the hooks of its forward, as by a wrapper "
-            "that calls model.forward(...). Call the model itself."
+            "a part of a model with context_parallel_degree above 1 was called by itself. Call the whole causal "
+            "language model, which splits its sequences."
         )
     layout, device = sequences.layout, sequences.positions.device
     if use_vmap or not _is_plain_or_windowed(mask_function) or q_length != kv_length:

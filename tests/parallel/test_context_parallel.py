@@ -141,7 +141,7 @@ def some_labels():
 
 
 def gradients(model):
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
 def alone(model, compute):
@@ -305,6 +305,31 @@ def test_arguments_by_position_and_results_as_tuples(monkeypatch):
         2,
         lambda model: model(batch["input_ids"], None, labels=batch["labels"], return_dict=False)[0],
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss, windows and sinks"])
+def test_adapters_of_peft(monkeypatch, name):
+    """They call `model.forward(...)`, which hooks of the model would not see."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    options = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(make(name), options)
+    assert_equal(monkeypatch, model, 2, loss_of(plain()))
+
+
+def test_a_copy_computes_with_its_own_weights(monkeypatch):
+    model, batch = make("llama"), plain()
+
+    def compute(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.lm_head.weight.mul_(2.0)
+        return other(**batch).loss.detach() + model(**batch).loss
+
+    assert_equal(monkeypatch, model, 2, compute)
 
 
 def test_evaluation(monkeypatch):
@@ -517,9 +542,11 @@ def test_samples_of_another_shape_on_another_rank(monkeypatch):
     refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**plain(length=12 + 2 * rank)), "same samples")
 
 
-def test_a_forward_without_its_hooks(monkeypatch):
-    model, batch = make("llama"), plain(length=16)
-    refuse(monkeypatch, 2, lambda rank, group: split(model, 2).forward(**batch), "Call the model itself")
+def test_a_part_of_the_model_alone(monkeypatch):
+    model = make("llama")
+    refuse(
+        monkeypatch, 2, lambda rank, group: split(model, 2).model(input_ids=IDS), "Call the whole causal language model"
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, one head of keys"])
