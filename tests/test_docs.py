@@ -743,12 +743,21 @@ def data(page):
 PARALLELISM = "config = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)"
 
 
-@fragments("docs/guides/parallelism.md", PARALLELISM, ranks=4)
+CONTEXTS = "uses_sequence_context = True"
+
+
+@fragments("docs/guides/parallelism.md", PARALLELISM, CONTEXTS, ranks=4)
 def parallelism(page):
     page.run(PARALLELISM, model=tiny_llama())
     (batch,) = loader_of_tokens(4, 4)
     page["model"](**batch).loss.backward()
     page["optimizer"].step()
+    page.run(CONTEXTS)
+    config = page["ParallelConfig"](context_parallel_degree=2)
+    model, tokens = page["Model"](), page["tokens"]
+    wanted = model(tokens[:, :-1], tokens[:, 1:])
+    page["parallelize"](model, page["build_mesh"](config.topology(4), "cpu"), config)
+    torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), wanted)
 
 
 ACCELERATOR = "accelerator.accumulate(model)"

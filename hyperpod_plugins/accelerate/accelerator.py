@@ -37,7 +37,7 @@ from hyperpod_plugins.accelerate.process_state import (
     update_process_state,
     uses_cpu,
 )
-from hyperpod_plugins.accelerate.spec import AcceleratorSpec, HyperPodParallelism
+from hyperpod_plugins.accelerate.spec import AcceleratorSpec, HyperPodParallelism, LoaderMesh
 from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import (
@@ -85,6 +85,7 @@ class HyperPodAccelerator(Accelerator):
                 plugin.config,
                 hybrid_shard_degree=degrees.shard_degree,
                 tensor_parallel_degree=degrees.tensor_degree,
+                context_parallel_degree=degrees.context_degree,
             )
         self._data_group: dist.ProcessGroup | None = None
         self._has_begun = False
@@ -109,11 +110,11 @@ class HyperPodAccelerator(Accelerator):
         )
         if session is not None:
             self._refuse_with_session()
-        if self.topology.tensor_degree > 1:
+        if self.topology.shares_samples:
             if self.dataloader_config.dispatch_batches:
                 raise ConfigError(
-                    "dispatch_batches=True gives every rank the same samples where there is tensor parallelism. Leave "
-                    "it out: each rank then reads its own."
+                    "dispatch_batches=True gives every rank the same samples where there is tensor or context "
+                    "parallelism. Leave it out: each rank then reads its own."
                 )
             self.dataloader_config = replace(self.dataloader_config, dispatch_batches=False)
         self._data_group = build_data_group(self.topology)
@@ -196,7 +197,7 @@ class HyperPodAccelerator(Accelerator):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Group of this rank and those that read other samples; tensor-parallel peers read the same samples."""
+        """Group of this rank and those that read other samples; tensor and context peers read the same samples."""
         assert self._data_group is not None
         return self._data_group
 
@@ -249,7 +250,15 @@ class HyperPodAccelerator(Accelerator):
 
         Accelerate takes any axis `tp`, even one of size 1, as a sign that ranks read the same samples.
         """
+        if self.topology.context_degree > 1:
+            return cast("DeviceMesh", LoaderMesh.of(self.topology))
         return super()._prepare_device_mesh() if self.topology.tensor_degree > 1 else None
+
+    @override
+    @contextmanager
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Generator[None]:
+        """Do nothing: with `context_parallel_degree` above 1, the model itself splits its sequences."""
+        yield
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> HyperPodOptimizer:
@@ -313,7 +322,7 @@ class HyperPodAccelerator(Accelerator):
         """Clamp every element of every gradient, which Accelerate refuses for sharded gradients."""
         clip_grad_value_(parameters, clip_value)
 
-    # -- collectives: tensor-parallel peers hold the same values and count once ----------------------------------
+    # -- collectives: tensor and context peers hold the same values and count once --------------------------------
 
     @override
     def gather(self, tensor: Any) -> Any:
@@ -323,7 +332,7 @@ class HyperPodAccelerator(Accelerator):
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without the samples that only pad the last batch."""
-        if self.topology.tensor_degree == 1:
+        if not self.topology.shares_samples:
             return super().gather_for_metrics(input_data, use_gather_object)
         gather = gathered if are_tensors(input_data) and not use_gather_object else gathered_objects
         return without_padding(gather(input_data, self.data_group), self.gradient_state)

@@ -86,6 +86,7 @@ def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
                 "parallelism, which this plugin does not serve. Set parallelism_config_sp_size to 1."
             )
         options |= {option: _number(variables, name) for name, option in _DEGREES.items()}
+        options["hybrid_shard_degree"] *= max(1, options["context_parallel_degree"])  # which is part of it here
     if _is_true(variables, "ACCELERATE_USE_FSDP"):
         _refuse(variables)
         options |= {option: _is_true(variables, name) for name, option in _FLAGS.items() if name in variables}

@@ -33,6 +33,47 @@ from hyperpod_plugins.precision.float8 import check_float8_library
 AXIS_NAMES = ("dp_replicate", "dp_shard", "tp")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderAxis:
+    """An axis of a `LoaderMesh`."""
+
+    num_ranks: int
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderMesh:
+    """What Accelerate asks of a mesh to divide samples: the sizes of axes by name, of which `cp` shares samples.
+
+    Our own mesh has no such axis, because the ranks of a context group lie on the axis over which FSDP2 shards.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """Return the axes of a topology."""
+        numbers = (
+            topology.replicate_degree,
+            topology.data_ranks_per_replica,
+            topology.context_degree,
+            topology.tensor_degree,
+        )
+        return cls(sizes=tuple(zip(("dp_replicate", "dp_shard", "cp", "tp"), numbers, strict=True)))
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of the axes."""
+        return tuple(name for name, _ in self.sizes)
+
+    def __getitem__(self, name: str) -> LoaderAxis:
+        """Return an axis."""
+        return LoaderAxis(num_ranks=dict(self.sizes)[name])
+
+
 class HyperPodParallelism(ParallelismConfig):
     """Accelerate's `ParallelismConfig` over our mesh: all three axes exist, even those of size 1.
 

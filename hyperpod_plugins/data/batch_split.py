@@ -129,14 +129,14 @@ class BatchSplit:
         sizes[-1] += rest
         return sizes
 
-    def random_stream(self, micro_step: int, data_rank: int) -> tuple[int, int]:
+    def random_stream(self, micro_step: int, compute_rank: int) -> tuple[int, int]:
         """The two numbers that key the random stream of a rank's micro-step, numbered from 0 within its step.
 
         For logical shards they do not depend on the number of replicas.
         """
         if not self.num_logical_shards:
-            return micro_step, data_rank
-        replica, place = divmod(data_rank, self.replica_size)
+            return micro_step, compute_rank
+        replica, place = divmod(compute_rank, self.replica_size)
         return replica * self.micro_steps + micro_step, place
 
     def step_size_at(self, step_start: int, num_samples: int, *, drop_last: bool) -> int:

@@ -343,12 +343,12 @@ class FitRecovery(NullFitRecovery):
         self.window.set_local_state(self.local, self.means, self.values, self._rows, self.metrics, self._callbacks)
         self.transaction = engine.attach(self.window, state, topology, device=device, snapshot_group=snapshot_group)
         self._is_keyed, self._random_seed = options.step_keyed_random, seed
-        self._data_rank = topology.data_rank(self.member.rank)
+        here = self.member.rank
+        self._data_rank, self._compute_rank = topology.data_rank(here), topology.compute_rank(here)
         self._num_evaluated = self._num_loaders = 0
         self._reentry = Reentry()
-        self._skip_batches, self._starts_epoch = 0, False
+        self._skip_batches, self._starts_epoch, self._is_first = 0, False, former is None
         self._entered_with: dict[str, Any] = {}
-        self._is_first = former is None
         self._begins = self._is_first and not self.member.is_joining
         """Whether this rank has been there from the beginning of the fit, and no fault has interrupted it yet."""
         self._left = _Left() if former is None else former._left
@@ -761,7 +761,7 @@ class FitRecovery(NullFitRecovery):
         if self.elastic is not None and part in (BATCH, COMPUTE):
             stream = self.elastic.random_stream_key(index, self.member.rank)
         else:
-            stream = index, self._data_rank
+            stream = index, self._compute_rank if part == COMPUTE else self._data_rank
         seed_micro_step(self._random_seed, step, *stream, part)
 
     @override

@@ -831,7 +831,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce a copy of a tensor over `group`, by default the ranks that read different samples.
 
-        Tensor peers hold the same value.
+        Tensor and context peers hold the same value.
 
         Args:
             tensor: the same shape on all ranks; a DTensor (such as a loss from split logits) is gathered first.

@@ -101,24 +101,25 @@ class LogitsNotComputed:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise `AttributeError`: there are no logits."""
-        raise AttributeError(_no_logits(f"logits.{name}"))
+        raise AttributeError(self.refusal(f"logits.{name}"))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Raise `ConfigError`: there are no logits."""
-        raise ConfigError(_no_logits(f"{getattr(function, '__name__', function)}(logits)"))
+        raise ConfigError(cls.refusal(f"{getattr(function, '__name__', function)}(logits)"))
 
-
-def _no_logits(use: str) -> str:
-    return (
-        f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Leave "
-        "loss_chunks out, or compute what you need of them from hidden states."
-    )
+    @classmethod
+    def refusal(cls, use: str) -> str:
+        """Return the message for a use, such as `logits.mean`."""
+        return (
+            f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Leave "
+            "loss_chunks out, or compute what you need of them from hidden states."
+        )
 
 
 def _refuse_use(name: str) -> Callable[..., NoReturn]:
-    def use(*_: Any) -> NoReturn:
-        raise ConfigError(_no_logits(f"{name}(logits)"))
+    def use(self: LogitsNotComputed, *_: Any) -> NoReturn:
+        raise ConfigError(self.refusal(f"{name}(logits)"))
 
     return use
 

@@ -8,6 +8,7 @@ from hyperpod_plugins.parallel.checkpoint.save_load import CheckpointWriter, Sav
 from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.parallelize import broadcast_from_rank_0, loss_parallel_context, parallelize
+from hyperpod_plugins.parallel.sequence_context import SequenceContext
 from hyperpod_plugins.parallel.topology import Coordinates, Topology, build_data_group, build_mesh
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Coordinates",
     "ParallelConfig",
     "SaveHandle",
+    "SequenceContext",
     "Topology",
     "broadcast_from_rank_0",
     "build_data_group",

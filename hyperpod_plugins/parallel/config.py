@@ -1,8 +1,8 @@
 """Parallelism configuration: one frozen object, built from keyword arguments, a dict, or an SMP v2 JSON file.
 
 Keys and their meaning follow the SageMaker model parallelism library (SMP) v2, whose JSON files are accepted
-unchanged. Not every value is supported yet: expert or context parallel degrees above 1 raise `NotBuiltYetError`. The
-keys after `allow_empty_shards` are specific to this package.
+unchanged. Not every value is supported yet: expert parallel degrees above 1 raise `NotBuiltYetError`. The keys after
+`allow_empty_shards` are specific to this package.
 """
 
 import dataclasses
@@ -184,6 +184,7 @@ class ParallelConfig:
             world_size=world_size,
             shard_degree=self.hybrid_shard_degree or world_size // self.tensor_parallel_degree,
             tensor_degree=self.tensor_parallel_degree,
+            context_degree=self.context_parallel_degree,
             ranks_per_node=ranks_per_node,
         )
 
@@ -250,12 +251,24 @@ class ParallelConfig:
             )
 
     def _refuse_what_is_not_built(self) -> None:
-        asked = [name for name in ("expert_parallel_degree", "context_parallel_degree") if getattr(self, name) > 1]
-        if asked:
-            values = ", ".join(f"{name}={getattr(self, name)}" for name in asked)
+        if self.expert_parallel_degree > 1:
             raise NotBuiltYetError(
-                f"{values} is valid, but this release does not serve it yet. Set it to 1 to train with hybrid sharding "
-                "and tensor parallelism."
+                f"expert_parallel_degree={self.expert_parallel_degree} is valid, but this release does not serve it "
+                "yet. Set it to 1 to train with hybrid sharding and tensor parallelism."
+            )
+        if self.context_parallel_degree == 1:
+            return
+        beside = {
+            f"tensor_parallel_degree={self.tensor_parallel_degree}": self.tensor_parallel_degree > 1,
+            f"float8_recipe={self.float8_recipe!r}": self.float8_recipe != "none",
+            "param_offload=True": self.param_offload,
+            "optimizer_offload=True": self.optimizer_offload,
+        }
+        asked = [name for name, is_asked in beside.items() if is_asked]
+        if asked:
+            raise NotBuiltYetError(
+                f"context_parallel_degree={self.context_parallel_degree} with {' and '.join(asked)} is valid, but this "
+                "release does not serve it yet. Set one of them to its default."
             )
 
     @classmethod
@@ -272,6 +285,15 @@ class ParallelConfig:
         else:
             values = _canonical(source if isinstance(source, Mapping) else _read(source), known)
         return cls(**(values | _canonical(overrides, known)))
+
+
+def refuse_contexts(config: ParallelConfig, what: str) -> None:
+    """Raise `NotBuiltYetError` if `config` asks for context parallelism, which `what` does not serve yet."""
+    if config.context_parallel_degree > 1:
+        raise NotBuiltYetError(
+            f"context_parallel_degree={config.context_parallel_degree} is not served yet by {what}. Use "
+            "context_parallel_degree=1, or leave the other out."
+        )
 
 
 def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.context_parallel import split_contexts
 from hyperpod_plugins.parallel.host_optimizer import HostMemory, check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
@@ -89,6 +90,7 @@ def parallelize(
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
     shard_tensors(model, mesh["tensor"], plan, config)
+    split_contexts(model, config, mesh["shard"].size())
     use_float8(model, config, torch.device(mesh.device_type))
     save_activation_memory(model, config, torch.device(mesh.device_type))
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)

@@ -8,6 +8,9 @@ The ranks of a world form a grid with three axes, `replicate x shard x tensor`, 
 node where it fits. Ranks that hold the same shard (replicas) are a stride apart, so that they lie on different nodes
 whenever there is more than one node per replica. The replicate axis always exists, even at size 1: it is the
 only one whose size may change in a running job; `update_group_members` then gives the groups other members.
+
+The ranks of `shard` may be split further: `context_degree` neighbours on it read the same samples, and each computes
+its part of the sequence.
 """
 
 from collections.abc import Sequence
@@ -19,10 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
-from hyperpod_plugins.errors import CommError, DegreeError
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup
+from hyperpod_plugins.errors import CommError, ConfigError, DegreeError
 
 Axis = Literal["replicate", "shard", "tensor"]
 AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
+CONTEXT = "context"
+"""Name of the group of ranks that hold the parts of the same sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,8 @@ class Topology:
     """Sizes of the three axes, and the position of each rank on them.
 
     Raises:
-        DegreeError: a degree is out of range, or shard degree x tensor degree does not divide the world size.
+        DegreeError: a degree is out of range, shard degree x tensor degree does not divide the world size, or the
+            context degree does not divide the shard degree.
     """
 
     world_size: int
@@ -48,6 +55,8 @@ class Topology:
     """Number of ranks over which one copy of the training state is split."""
     tensor_degree: int = 1
     """Number of ranks over which each layer's matrices are split."""
+    context_degree: int = 1
+    """Number of ranks over which each sequence is split: neighbours on the shard axis."""
     ranks_per_node: int = 0
     """Number of ranks on each node; 0 if all ranks are on one node."""
 
@@ -56,6 +65,10 @@ class Topology:
         for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
             if not 1 <= value <= self.world_size:
                 raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
+        if self.context_degree < 1 or self.shard_degree % self.context_degree:
+            raise DegreeError(
+                f"context_degree must divide shard_degree {self.shard_degree}, but is {self.context_degree}."
+            )
         if self.world_size % self.replica_size:
             raise DegreeError(
                 f"a world of {self.world_size} ranks cannot be divided into replicas of shard_degree "
@@ -80,8 +93,18 @@ class Topology:
 
     @property
     def data_degree(self) -> int:
-        """Number of ranks that read different samples: replicate x shard."""
-        return self.replicate_degree * self.shard_degree
+        """Number of ranks that read different samples: replicate x shard / context."""
+        return self.replicate_degree * self.data_ranks_per_replica
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks read the same samples: tensor peers, and context peers."""
+        return self.data_degree < self.world_size
+
+    @property
+    def data_ranks_per_replica(self) -> int:
+        """Number of ranks of one replica that read different samples: shard / context."""
+        return self.shard_degree // self.context_degree
 
     def coordinates(self, global_rank: int) -> Coordinates:
         """Return the position of a rank on the three axes."""
@@ -91,9 +114,29 @@ class Topology:
         return Coordinates(replicate=replicate, shard=shard, tensor=tensor)
 
     def data_rank(self, global_rank: int) -> int:
-        """Return a rank's index among the ranks that read different samples; tensor peers share it."""
+        """Return a rank's index among those that read different samples; tensor and context peers share it."""
+        self._check_rank(global_rank)
+        return global_rank // (self.tensor_degree * self.context_degree)
+
+    def compute_rank(self, global_rank: int) -> int:
+        """Return a rank's index among those that compute different tokens; tensor peers share it.
+
+        Random numbers of the computation (dropout) are keyed by it; those of the data are keyed by `data_rank`.
+        """
         self._check_rank(global_rank)
         return global_rank // self.tensor_degree
+
+    def context_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the parts of this rank's sequences, itself included, in order of their parts."""
+        peers = self.peers(global_rank, "shard")
+        first = peers.index(global_rank) // self.context_degree * self.context_degree
+        return peers[first : first + self.context_degree]
+
+    def data_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return one rank for each data rank: those with the same tensor coordinate and the same part of a sequence."""
+        self._check_rank(global_rank)
+        stride = self.tensor_degree * self.context_degree
+        return tuple(range(global_rank % stride, self.world_size, stride))
 
     def peers(self, global_rank: int, axis: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one only along `axis`, including itself, in axis order."""
@@ -131,8 +174,9 @@ class Topology:
             raise DegreeError(f"rank {global_rank} does not exist in a world of {self.world_size}")
 
     def __str__(self) -> str:
-        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`."""
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`, with `(context 2)` if the shard axis has some."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
+        return axes + (f" (context {self.context_degree})" if self.context_degree > 1 else "")
 
 
 def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> str:
@@ -156,24 +200,45 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     Every axis gets its own group, even an axis of size 1 or one that spans the world. `init_device_mesh` would
     reuse the default group for the latter; then the world could not grow without changing that axis.
 
+    With context parallelism there is a further group, `context_group(...)`, which is no axis of the mesh.
+
     Returns:
         A mesh of shape `topology.shape` whose groups know their `GroupKey`.
     """
     groups: list[dist.ProcessGroup] = [new_axis_group(*_group_of(topology, axis, dist.get_rank())) for axis in AXES]
+    if topology.context_degree > 1:
+        new_axis_group(*_group_of(topology, CONTEXT, dist.get_rank()))
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
 
 
 def build_data_group(topology: Topology) -> dist.ProcessGroup:
-    """Build the data-parallel group of this rank: `replicate x shard`, one rank of each tensor group.
+    """Build the data-parallel group of this rank: one rank of each tensor group and of each context group.
 
-    Losses and metrics are reduced over it, so that values shared by tensor peers count once. Without tensor
-    parallelism it is the default group.
+    Losses and metrics are reduced over it, so that values shared by tensor and context peers count once. Without tensor
+    and context parallelism it is the default group.
     """
-    if topology.tensor_degree == 1:
+    if topology.tensor_degree == topology.context_degree == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return new_axis_group(*_group_of(topology, "data", dist.get_rank()))
+
+
+def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGroup:
+    """Return the group of the ranks that hold the parts of this rank's sequences, which `build_mesh` has created.
+
+    Raises:
+        ConfigError: there is none with these degrees.
+    """
+    asked = {("of_shards", shard_degree), ("of_contexts", context_degree)}
+    for group in live_groups().values():
+        if group.key.axis == CONTEXT and asked <= set(group.key.coordinates):
+            return group
+    raise ConfigError(
+        f"there is no process group for context_parallel_degree={context_degree}. Build the mesh with "
+        "build_mesh(config.topology(world_size), ...) of the same configuration, over a default group of the backend "
+        "'hyperpod'."
+    )
 
 
 def update_group_members(topology: Topology, global_rank: int) -> None:
@@ -190,7 +255,7 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
     """
     for name, group in live_groups().items():
         axis = group.key.axis
-        if axis in (*AXES, "data"):
+        if axis in (*AXES, CONTEXT, "data"):
             key, members = _group_of(topology, axis, global_rank)
         elif not group.key.coordinates and not group.key.group_id:  # all ranks
             key, members = group.key, tuple(range(topology.world_size))
@@ -204,7 +269,7 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
 
 
 def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey, Sequence[int]]:
-    """Return key and members of a rank's group along an axis of the mesh, or along `data`.
+    """Return key and members of a rank's group along an axis of the mesh, along `context` or along `data`.
 
     The key contains the degrees, so that groups of different layouts have different names, but not the number of
     replicas, which may change during the group's lifetime.
@@ -214,8 +279,15 @@ def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey
     if axis in AXES:
         members: Sequence[int] = topology.peers(global_rank, axis)
         del place[axis]
+    elif axis == CONTEXT:
+        members = topology.context_peers(global_rank)
+        place["shard"] //= topology.context_degree
     else:
-        members = range(here.tensor, topology.world_size, topology.tensor_degree)
+        members = topology.data_peers(global_rank)
         place = {"tensor": here.tensor}
-    degrees = (("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree))
+    degrees = [("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree)]
+    if topology.context_degree > 1 and axis not in AXES:
+        degrees.append(("of_contexts", topology.context_degree))
+        if axis != CONTEXT:
+            place[CONTEXT] = here.shard % topology.context_degree
     return GroupKey(axis=axis, coordinates=(*place.items(), *degrees)), members

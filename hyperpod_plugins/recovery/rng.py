@@ -27,19 +27,19 @@ EVALUATION_BEGIN, FIT_END = "evaluation begin", "fit end"
 """Hooks before the first batch of an evaluation, and at the end of all epochs; the micro-step is 0."""
 
 
-def stream_seed(seed: int, step: int, micro_step: int, data_rank: int, part: str = COMPUTE) -> int:
+def stream_seed(seed: int, step: int, micro_step: int, rank: int, part: str = COMPUTE) -> int:
     """Seed of one part of a micro-step's random stream, in `0 .. 2**63 - 1`.
 
     A joiner cannot get the random state of the process that it replaces, and does not need it: the stream is a
-    function of these arguments. Tensor-parallel peers work on the same samples, so they share `data_rank` and the
-    stream.
+    function of these arguments. `rank` is the topology's `compute_rank` where a model computes: tensor-parallel peers
+    compute the same tokens, so they share the stream. Elsewhere it is `data_rank`, which context peers share, too.
     """
-    return keyed_seed(part, seed, step, micro_step, data_rank)
+    return keyed_seed(part, seed, step, micro_step, rank)
 
 
-def seed_micro_step(seed: int, step: int, micro_step: int, data_rank: int, part: str = COMPUTE) -> None:
+def seed_micro_step(seed: int, step: int, micro_step: int, rank: int, part: str = COMPUTE) -> None:
     """Seed the generators of torch (CPU and current CUDA device), Python and NumPy for a part of a micro-step."""
-    value = stream_seed(seed, step, micro_step, data_rank, part)
+    value = stream_seed(seed, step, micro_step, rank, part)
     seed_host_generators(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)

@@ -151,13 +151,13 @@ class StepComputation:
             context: rank and groups of this process.
             split: split of a step; accumulated losses are divided by its micro-steps also in a smaller last step.
         """
-        averaging, data_rank = self.averaging, context.topology.data_rank(context.rank)
+        averaging, compute_rank = self.averaging, context.topology.compute_rank(context.rank)
         divides_loss = split.micro_steps > 1 and (averaging is None or averaging.divides_loss)
         total: Any = None
         losses: list[Tensor] = []
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             if self.is_step_keyed:
-                seed_micro_step(self.config.random_seed, step, *split.random_stream(index, data_rank))
+                seed_micro_step(self.config.random_seed, step, *split.random_stream(index, compute_rank))
             is_last = index == len(batches) - 1
             micro_step = RankMicroStep(index=index, count=split.micro_steps, is_last=is_last, weight=weight)
             with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
@@ -198,8 +198,8 @@ class StepComputation:
             split: split of a step.
         """
         if self.is_step_keyed:
-            data_rank = context.topology.data_rank(context.rank)
-            seed_micro_step(self.config.random_seed, step, *split.random_stream(0, data_rank))
+            compute_rank = context.topology.compute_rank(context.rank)
+            seed_micro_step(self.config.random_seed, step, *split.random_stream(0, compute_rank))
         with loss_parallel_context(self.config):
             returned = run(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
         check_means(returned)

@@ -37,6 +37,7 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
+from hyperpod_plugins.parallel.config import refuse_contexts
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
@@ -144,6 +145,8 @@ class Session:
         self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
+        if elastic or samples_per_replica:
+            refuse_contexts(self.config, "a Session with `elastic` or samples_per_replica")
         if elastic and not self._recovery.enabled:
             raise ConfigError("a Session with `elastic` needs recovery: leave out RecoveryOptions(enabled=False).")
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
@@ -567,14 +570,14 @@ class Session:
         assert self._computation is not None
         data = MapStyleData(loader, seed=self.config.random_seed, taken_by="session.steps(...)")
         batch = self._batch_of(data.micro_batch_size)
-        split = batch.split(self.topology.replicate_degree, self.topology.shard_degree)
+        split = batch.split(self.topology.replicate_degree, self.topology.data_ranks_per_replica)
         sizes = (self.topology.replicate_degree,)
         if self._policy is not None and self._member is not None:
             sizes = self._allowed_sizes(batch, self._policy)
         shares = None
         if trained.is_manual:
-            present, shard_degree = self.topology.replicate_degree, self.topology.shard_degree
-            shares = EqualShares.of(batch, sizes, present=present, ranks_per_replica=shard_degree)
+            present, ranks = self.topology.replicate_degree, self.topology.data_ranks_per_replica
+            shares = EqualShares.of(batch, sizes, present=present, ranks_per_replica=ranks)
             sizes = shares.sizes
         if trained.rates is not None:
             self._begin_schedule(trained, trained.rates, batch, sizes)
@@ -593,7 +596,7 @@ class Session:
 
         def build_loader() -> StatefulLoader:
             topology = self.topology
-            split = batch.split(topology.replicate_degree, topology.shard_degree)
+            split = batch.split(topology.replicate_degree, topology.data_ranks_per_replica)
             return data.build_loader(split, topology.data_rank(self.rank), StatefulLoader)
 
         limits = LoopLimits(num_epochs=epochs, max_steps=max_steps)

@@ -20,7 +20,7 @@ from hyperpod_plugins.smp.transform import MoEConfig, transform
 _ROOT = "torch.sagemaker"
 _ABSENT = {
     "nn": "transformers' own attention serves: pass attn_implementation='flash_attention_2' or 'sdpa' to the model",
-    "context_parallel": "context parallelism is not built yet",
+    "context_parallel": "context_parallel_degree needs no call: give the model whole sequences, which it splits itself",
     "tensor_parallel": "call torch.sagemaker.transform(model), which knows the layers of transformers' models",
 }
 

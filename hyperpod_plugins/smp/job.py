@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup
 from hyperpod_plugins.env import WorkerEnv, config_path
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.topology import AXES
 from hyperpod_plugins.smp import torch_classes
@@ -60,7 +60,8 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
 
     Raises:
         ConfigError: unknown keys, invalid values or combinations, or `init` was called before with others.
-        NotBuiltYetError: expert or context parallel degrees above 1.
+        NotBuiltYetError: an expert parallel degree above 1, or a context parallel degree in a process group that the
+            script made of another backend.
     """
     global _job
     source = config_path() if config is None else config
@@ -188,7 +189,7 @@ class State:
 
     @property
     def context_parallel_degree(self) -> int:
-        """Number of ranks that a sequence is split over: 1."""
+        """Number of ranks that a sequence is split over."""
         return current_job().config.context_parallel_degree
 
     @property
@@ -198,7 +199,7 @@ class State:
 
     @property
     def cp_rank(self) -> int:
-        """Index of this rank among those that a sequence is split over: 0."""
+        """Index of this rank among those that a sequence is split over."""
         return current_job().topology.coordinates(dist.get_rank()).shard % self.context_parallel_degree
 
     @property
@@ -241,6 +242,12 @@ def _mesh(topology: Topology) -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(dist.group.WORLD, ResilientProcessGroup):
         return build_mesh(topology, device_type)
+    if topology.context_degree > 1:
+        raise NotBuiltYetError(
+            f"context_parallel_degree={topology.context_degree} needs groups of the backend {BACKEND!r}, but the "
+            f"script made its process group of the backend {dist.get_backend()!r}. Leave the group to init(), or make "
+            f"it with init_process_group({BACKEND!r})."
+        )
     warn_once(
         f"the script made its process group of the backend {dist.get_backend()!r}, so nothing repairs it when a rank "
         f"is lost. Leave the group to init(), or make it with init_process_group({BACKEND!r})."

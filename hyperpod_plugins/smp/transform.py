@@ -74,7 +74,8 @@ def transform(
         config: None, or a configuration with `smp_moe=False`.
         load_state_dict_from_rank0: use rank 0's parameters; those of other ranks may be on the meta device. Holds if
             any call for this model asks for it.
-        cp_comm_type: how context parallelism communicates; without effect, as there is no context parallelism yet.
+        cp_comm_type: how context parallelism communicates; without effect: ranks exchange heads where these divide,
+            and gather keys and values otherwise, whatever it says.
 
     Returns:
         The same model.

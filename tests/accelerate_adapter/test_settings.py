@@ -57,6 +57,10 @@ def of_te(**scaling):
             MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "9"},
             {"hybrid_shard_degree": 4, "tensor_parallel_degree": 1, "context_parallel_degree": 1},
         ),
+        (  # Accelerate's world is replicate x shard x cp x tp; here a context is a part of the shard axis
+            MESH | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "4"},
+            {"hybrid_shard_degree": 8, "tensor_parallel_degree": 1, "context_parallel_degree": 4},
+        ),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, {}),  # not in use
         ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}),
         (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"reshard_after_forward": False}),

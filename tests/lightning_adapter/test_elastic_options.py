@@ -12,7 +12,7 @@ from hyperpod_plugins.data import BatchSplit, ElasticSampler
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split
 from hyperpod_plugins.lightning.elastic_training import ElasticState
@@ -100,6 +100,14 @@ def test_the_batch_is_shared_out_over_the_ranks_that_there_are(job_store):
         _, topology, trainer = lay_out(job_store, world_size)
         assert topology.replicate_degree == world_size // 2
         assert trainer.accumulate_grad_batches == micro_steps
+
+
+def test_sequences_that_are_split_over_ranks(job_store):
+    elasticity = ElasticState(ElasticTraining(global_batch_size=8, micro_batch_size=2), job_store)
+    with pytest.raises(NotBuiltYetError, match="context_parallel_degree=2 is not served yet by ElasticTraining"):
+        elasticity.setup_world(
+            ParallelConfig(context_parallel_degree=2), 4, ranks_per_node=4, trainer=SimpleNamespace()
+        )
 
 
 def test_a_number_of_processes_that_the_limits_do_not_allow(job_store):

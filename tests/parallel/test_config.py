@@ -287,12 +287,32 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
     [
         ({"expert_parallel_degree": 2}, "expert_parallel_degree=2"),
         ({"expert_parallel_degree": 2, "hybrid_shard_degree": 4}, "expert_parallel_degree=2"),
-        ({"context_parallel_degree": 2}, "context_parallel_degree=2"),
-        ({"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "context_parallel_degree=2"),
+        ({"expert_parallel_degree": 2, "context_parallel_degree": 2}, "expert_parallel_degree=2"),
     ],
 )
 def test_valid_requests_that_are_not_served_say_so(values, word):
     raised(NotBuiltYetError, lambda: ParallelConfig.of(values), word, "does not serve it yet", "Set it to 1")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"tensor_parallel_degree": 2},
+        {"tensor_parallel_degree": 2, "sequence_parallel": True},
+        {"float8_recipe": "rowwise"},
+    ],
+)
+def test_context_parallelism_names_what_it_does_not_go_with_yet(beside):
+    name, value = next(iter(beside.items()))
+    words = "context_parallel_degree=2", f"{name}={value!r}"
+    raised(NotBuiltYetError, lambda: ParallelConfig(context_parallel_degree=2, **beside), *words)
+
+
+def test_a_context_lies_in_the_shard_axis():
+    topology = ParallelConfig(context_parallel_degree=2, hybrid_shard_degree=4).topology(8)
+    assert (topology.shard_degree, topology.context_degree, topology.data_degree) == (4, 2, 4)
+    assert ParallelConfig(context_parallel_degree=2).topology(4).data_degree == 2
+    raised(DegreeError, lambda: ParallelConfig(context_parallel_degree=4).topology(6), "must divide the world size 6")
 
 
 @pytest.mark.parametrize(

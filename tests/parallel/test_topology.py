@@ -14,7 +14,10 @@ from hyperpod_plugins.parallel.topology import AXES, nearest_degrees
 @st.composite
 def topologies(draw):
     replicate, shard, tensor = (draw(st.integers(1, 6)) for _ in AXES)
-    return Topology(world_size=replicate * shard * tensor, shard_degree=shard, tensor_degree=tensor)
+    context = draw(st.sampled_from([degree for degree in range(1, shard + 1) if shard % degree == 0]))
+    return Topology(
+        world_size=replicate * shard * tensor, shard_degree=shard, tensor_degree=tensor, context_degree=context
+    )
 
 
 @st.composite
@@ -64,12 +67,43 @@ def test_tensor_is_innermost_and_replicate_outermost(topology):
 
 
 @given(topologies())
-def test_data_rank_is_shared_by_tensor_peers_alone(topology):
+def test_data_rank_is_shared_by_tensor_and_context_peers_alone(topology):
     members = {}
     for rank in range(topology.world_size):
         members.setdefault(topology.data_rank(rank), []).append(rank)
     assert sorted(members) == list(range(topology.data_degree))
+    for ranks in members.values():
+        parts = topology.context_peers(ranks[0])
+        assert ranks == sorted(peer for part in parts for peer in topology.peers(part, "tensor"))
+
+
+@given(topologies())
+def test_compute_rank_is_shared_by_tensor_peers_alone(topology):
+    members = {}
+    for rank in range(topology.world_size):
+        members.setdefault(topology.compute_rank(rank), []).append(rank)
     assert all(tuple(ranks) == topology.peers(ranks[0], "tensor") for ranks in members.values())
+
+
+@given(topologies())
+def test_context_peers_are_neighbours_that_divide_the_shard_axis(topology):
+    for rank in range(topology.world_size):
+        peers = topology.context_peers(rank)
+        assert rank in peers
+        assert len(peers) == topology.context_degree
+        assert all(topology.context_peers(peer) == peers for peer in peers)
+        shards = [topology.coordinates(peer).shard for peer in peers]
+        assert shards == list(range(shards[0], shards[0] + len(peers)))
+        assert set(peers) <= set(topology.peers(rank, "shard"))
+
+
+@given(topologies())
+def test_data_peers_are_one_of_each_data_rank(topology):
+    for rank in range(topology.world_size):
+        peers = topology.data_peers(rank)
+        assert rank in peers
+        assert [topology.data_rank(peer) for peer in peers] == list(range(topology.data_degree))
+        assert all(topology.data_peers(peer) == peers for peer in peers)
 
 
 @given(topologies())
@@ -101,10 +135,12 @@ def test_growing_by_replicas_moves_nobody_inside_a_replica(topology):
         world_size=topology.world_size + topology.replica_size,
         shard_degree=topology.shard_degree,
         tensor_degree=topology.tensor_degree,
+        context_degree=topology.context_degree,
     )
     for rank in range(topology.world_size):
         assert grown.coordinates(rank) == topology.coordinates(rank)
         assert grown.peers(rank, "shard") == topology.peers(rank, "shard")
+        assert grown.context_peers(rank) == topology.context_peers(rank)
 
 
 def test_one_table_by_hand():
@@ -116,6 +152,16 @@ def test_one_table_by_hand():
     assert topology.replicas_of(5) == (1,)
     assert [topology.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert str(topology) == "replicate 2 x shard 2 x tensor 2"
+
+
+def test_one_table_with_contexts_by_hand():
+    topology = Topology(world_size=8, shard_degree=4, context_degree=2)
+    assert (topology.data_degree, topology.data_ranks_per_replica, topology.shares_samples) == (4, 2, True)
+    assert [topology.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [topology.compute_rank(rank) for rank in range(8)] == list(range(8))
+    assert [topology.context_peers(rank) for rank in (1, 6)] == [(0, 1), (6, 7)]
+    assert topology.data_peers(3) == (1, 3, 5, 7)
+    assert str(topology) == "replicate 2 x shard 4 x tensor 1 (context 2)"
 
 
 def test_a_world_of_one_has_every_axis():
@@ -136,6 +182,11 @@ def test_a_world_of_one_has_every_axis():
         ({"world_size": 7, "shard_degree": 2, "tensor_degree": 7}, r"shard_degree can be 1; the nearest is 1\."),
         ({"world_size": 4, "shard_degree": 5}, r"shard_degree must lie in 1 \.\. 4 .* but is 5"),
         ({"world_size": 4, "shard_degree": 0}, r"shard_degree must lie in 1 \.\. 4 .* but is 0"),
+        (
+            {"world_size": 4, "shard_degree": 4, "context_degree": 3},
+            r"context_degree must divide shard_degree 4, but is 3",
+        ),
+        ({"world_size": 4, "context_degree": 2}, r"context_degree must divide shard_degree 1, but is 2"),
         ({"world_size": 4, "tensor_degree": -1}, r"tensor_degree must lie in 1 \.\. 4 .* but is -1"),
     ],
 )

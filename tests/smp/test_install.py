@@ -54,7 +54,11 @@ def test_what_scripts_import(installed, module, name):
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    [("nn.attn", "attn_implementation"), ("context_parallel.utils", "not built"), ("other", "torch.sagemaker.moe")],
+    [
+        ("nn.attn", "attn_implementation"),
+        ("context_parallel.utils", "whole sequences"),
+        ("other", "torch.sagemaker.moe"),
+    ],
 )
 def test_what_is_not_there(installed, module, words):
     with pytest.raises(ModuleNotFoundError, match=words):

@@ -1,0 +1,191 @@
+"""This rank's part of the sequences that the ranks of a context group compute together.
+
+`SequenceContext` is for models of your own; `context_parallel.py` does the same in models of transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.context_attention import SequenceLayout, all_gather, attend, mean_over_context, sdpa
+from hyperpod_plugins.parallel.topology import context_group
+
+DEGREES = "_hyperpod_context"
+"""Attribute of modules that holds their `ContextDegrees`."""
+_FACTORS = (1_000_003, 998_244_353)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextDegrees:
+    """What identifies the context group of a model, and how its attention communicates."""
+
+    shard_degree: int
+    context_degree: int
+    exchanges_heads: bool
+    """Whether attention exchanges heads; otherwise it gathers keys and values."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Group of the ranks that have parts of the same sequences."""
+        return context_group(self.shard_degree, self.context_degree)
+
+    def layout(self, length: int) -> SequenceLayout:
+        """Return the layout of sequences of a length, which may have to be padded."""
+        return SequenceLayout.of(length, self.context_degree, exchanges_heads=self.exchanges_heads)
+
+
+class SequenceContext:
+    """This rank's part of the sequences of one forward, for models that are not of transformers.
+
+        class Model(nn.Module):
+            uses_sequence_context = True
+
+            def forward(self, tokens, targets):
+                context = SequenceContext.of(self, length=tokens.shape[1], num_heads=8)
+                hidden = self.embed(context.part(tokens)) + self.position(context.positions)
+                ...  # attention: context.attention(query, key, value)
+                loss = F.cross_entropy(logits.flatten(0, 1), context.part(targets).flatten(), reduction="sum")
+                return context.mean(loss, targets.numel())
+
+    `parallelize` accepts a model with `context_parallel_degree` above 1 if one of its modules says
+    `uses_sequence_context = True`. All else in the model must treat each token alone. In a model that was not
+    parallelized, the part is the whole.
+    """
+
+    def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Use `SequenceContext.of`."""
+        self._layout, self._group = layout, group
+        self._rank = 0 if group is None else group.rank()
+        self.positions = layout.positions(self._rank, device)
+        """Positions of this rank's tokens in their sequences, `(local length,)`."""
+
+    @classmethod
+    def of(cls, module: nn.Module, *, length: int, num_heads: int, num_key_value_heads: int = 0) -> "SequenceContext":
+        """Return this rank's part of sequences, which must be the same on all ranks of the context group.
+
+        Args:
+            module: the one that says `uses_sequence_context = True`.
+            length: of the sequences.
+            num_heads: number of heads of the attention.
+            num_key_value_heads: number of heads of keys and values; 0 for as many as `num_heads`.
+
+        Raises:
+            ConfigError: the ranks cannot have parts of equal length.
+        """
+        device = next(module.parameters()).device
+        degrees: ContextDegrees | None = vars(module).get(DEGREES)
+        if degrees is None:
+            return cls(SequenceLayout(length=length, degree=1, exchanges_heads=True), None, device)
+        shares = shares_heads(degrees.context_degree, num_heads, num_key_value_heads or num_heads)
+        layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=shares)
+        if layout.length != length:
+            raise ConfigError(
+                f"sequences of {length} tokens cannot be divided over {degrees.context_degree} ranks of a context "
+                f"group. Pad them to {layout.length}."
+            )
+        return cls(layout, degrees.group, device)
+
+    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor whose dimension `dim` is the sequence; for integers, compare it first.
+
+        Raises:
+            ConfigError: the ranks of the context group were given different tensors.
+        """
+        if self._group is None:
+            return whole
+        if not whole.is_floating_point():
+            check_alike({"sequences": whole}, self._group)
+        return self._layout.part(whole, self._rank, dim)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        window: int = 0,
+    ) -> Tensor:
+        """Causal attention over whole sequences, in place of `scaled_dot_product_attention(..., is_causal=True)`.
+
+        Args:
+            query: `(batch, heads, local length, size)`.
+            key: the same, perhaps with fewer heads.
+            value: as `key`.
+            dropout_p: probability of dropping a weight.
+            scale: of the products; by default 1 / sqrt(size).
+            window: number of tokens that a token attends to, itself included; 0 for all before it.
+
+        Returns:
+            `(batch, heads, local length, size)`.
+        """
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return sdpa(query, key, value, mask, dropout_p=dropout_p, scale=scale)
+
+        layout, device = self._layout, query.device
+        mask = None
+        if window or not layout.exchanges_heads:
+            columns = torch.arange(layout.length, device=device)
+            rows = (columns if layout.exchanges_heads else layout.positions(self._rank, device))[:, None]
+            mask = columns <= rows
+            if window:
+                mask &= columns > rows - window
+            mask = mask[None, None]
+        if self._group is None:
+            return compute(query, key, value, mask).transpose(1, 2)
+        return attend(compute, query, key, value, mask, layout, self._group).transpose(1, 2)
+
+    def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """Return the mean of a sum over the tokens of whole sequences, such as the loss; the same on all ranks.
+
+        Args:
+            total: `()`, the sum over this rank's tokens.
+            count: number of tokens of the whole sequences over which the mean is taken.
+        """
+        if self._group is None:
+            return total / count
+        return mean_over_context(total * self._layout.degree / count, self._group)
+
+
+def shares_heads(degree: int, num_heads: int, num_key_value_heads: int) -> bool:
+    """Whether the ranks of a context group can share the heads equally, and those of keys and values."""
+    return num_heads % degree == 0 and num_key_value_heads % degree == 0
+
+
+def check_alike(sequences: Mapping[str, Tensor | None], group: dist.ProcessGroup) -> None:
+    """Compare sequences with those of the other ranks, by digests. A collective.
+
+    Raises:
+        ConfigError: they differ; all ranks of the group raise.
+    """
+    device = next(value.device for value in sequences.values() if value is not None)
+    own = torch.cat([_digest(value).to(device) for value in sequences.values()])
+    found = own.new_zeros((dist.get_world_size(group), own.numel()))
+    all_gather(found.flatten(), own, group)
+    differ = (found != own).view(len(found), len(sequences), -1).any(dim=2).any(dim=0).tolist()
+    if group_health.suppresses_collectives or not any(differ):  # after a break, nothing was received
+        return
+    names = [name for name, is_other in zip(sequences, differ, strict=True) if is_other]
+    raise ConfigError(
+        f"the ranks of a context group must be given the same samples, but {', '.join(names)} differ between them. Use "
+        "the sampler of the framework, or one with data_rank and data_degree of the topology, and draw no random "
+        "numbers in the data that differ between ranks."
+    )
+
+
+def _digest(value: Tensor | None) -> Tensor:
+    """Return `(5,)`: whether there is a tensor, its shape, and two sums that depend on each element and its place."""
+    if value is None:
+        return torch.zeros(5, dtype=torch.int64)
+    flat = value.detach().reshape(-1).to(torch.int64) + 1
+    places = torch.arange(1, flat.numel() + 1, device=flat.device)
+    sums = [(flat * (places * factor % 2_147_483_647)).sum() for factor in _FACTORS]
+    shape = torch.tensor([1, value.shape[0], value[0].numel()], device=flat.device)
+    return torch.cat([shape, torch.stack(sums)])

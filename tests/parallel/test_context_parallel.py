@@ -1,0 +1,638 @@
+"""Context parallelism against one process: losses, gradients, and what a token may see. Ranks are threads here.
+
+`test_context_ranks.py` has the same over real ranks and with FSDP2.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from parallel.context_threads import run_threads
+from torch import nn
+
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.memory.chunked_loss import chunk_loss
+from hyperpod_plugins.memory.recompute import recompute_blocks
+from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology
+from hyperpod_plugins.parallel.context_attention import SequenceLayout
+from hyperpod_plugins.parallel.context_parallel import split_contexts
+from hyperpod_plugins.parallel.parallelize import save_activation_memory
+from hyperpod_plugins.parallel.sequence_context import DEGREES
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY = 61
+TOLERANCE = 5e-7
+ONE_AT_A_TIME = threading.Lock()
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "use_cache": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def llama(heads=4, **options):
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=heads, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen3(**options):
+    config = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, **options)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def windowed_qwen3():
+    return qwen3(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+
+
+def qwen2():
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, num_key_value_heads=2))
+
+
+def qwen3_moe():
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_key_value_heads=2, head_dim=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return transformers.MixtralForCausalLM(config)
+
+
+def mistral(window=6):
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=window)
+    return transformers.MistralForCausalLM(config)
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = transformers.GptOssForCausalLM(config)
+    with torch.no_grad():  # sinks that matter
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-1.0, 2.0)
+    return model
+
+
+MODELS = {
+    "llama": llama,
+    "llama, one head of keys": lambda: llama(heads=1),
+    "llama, eager": lambda: llama(attn_implementation="eager"),
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3, windows": windowed_qwen3,
+    "qwen3_moe": qwen3_moe,
+    "mistral, windows": mistral,
+    "mixtral": mixtral,
+    "gpt_oss, windows and sinks": gpt_oss,
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def tokens(batch=2, length=22, seed=1):
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def packed(*lengths, batch=2):
+    """Samples that consist of documents."""
+    ids = tokens(batch, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def padded(*, is_left):
+    ids = tokens(2, 18)
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 7) if is_left else slice(11, None)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0) if is_left else None
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    return batch if positions is None else {**batch, "position_ids": positions}
+
+
+def plain(length=22):
+    ids = tokens(length=length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def some_labels():
+    """All labels lie in the part of one rank."""
+    ids = tokens()
+    labels = ids.clone()
+    labels[:, 4:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model):
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def alone(model, compute):
+    model = copy.deepcopy(model)
+    loss = compute(model)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def split(model, degree):
+    model = copy.deepcopy(model)
+    split_contexts(model, ParallelConfig(context_parallel_degree=degree), degree)
+    return model
+
+
+def on_contexts(monkeypatch, model, degree, compute, prepare=lambda model: None):
+    """The loss on each rank, and the mean of the ranks' gradients, as FSDP2 computes it."""
+
+    def run(rank, group):
+        own = split(model, degree)
+        with ONE_AT_A_TIME:  # Python's parser, which looks for the blocks of a model, is not for several threads
+            prepare(own)
+        loss = compute(own)
+        loss.backward()
+        return loss.detach(), gradients(own)
+
+    results = run_threads(monkeypatch, degree, run)
+    losses = [loss for loss, _ in results]
+    means = {name: sum(found[name] for _, found in results) / degree for name in results[0][1]}
+    return losses, means
+
+
+def loss_of(batch):
+    return lambda model: model(**batch).loss
+
+
+def loss_of_documents(batch):
+    """The loss on one process with masks made here: GPT-OSS in transformers does not take documents apart."""
+    if "position_ids" not in batch or "attention_mask" in batch:
+        return loss_of(batch)
+    positions = batch["position_ids"]
+    documents = (positions == 0).cumsum(dim=1)
+    places = torch.arange(positions.shape[1])
+    full = (documents[:, :, None] == documents[:, None, :]) & (places <= places[:, None])
+    masks = {"full_attention": full, "sliding_attention": full & (places > places[:, None] - 4)}
+    masks = {name: torch.where(mask[:, None], 0.0, torch.finfo(torch.float32).min) for name, mask in masks.items()}
+    return loss_of({**batch, "attention_mask": masks})
+
+
+def assert_equal(monkeypatch, model, degree, compute, prepare=lambda model: None, reference=None):
+    wanted, wanted_gradients = alone(model, reference or compute)
+    losses, found = on_contexts(monkeypatch, model, degree, compute, prepare)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert abs(losses[0] - wanted) <= TOLERANCE * abs(wanted)
+    assert found.keys() == wanted_gradients.keys()
+    for name, gradient in wanted_gradients.items():
+        assert (found[name] - gradient).norm() <= TOLERANCE * gradient.norm() + 1e-9, name
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 70), st.integers(1, 8), st.booleans())
+def test_parts_make_up_the_whole(length, degree, exchanges_heads):
+    layout = SequenceLayout.of(length, degree, exchanges_heads=exchanges_heads)
+    assert length <= layout.length < length + 2 * degree
+    positions = [layout.positions(rank) for rank in range(degree)]
+    assert {len(each) for each in positions} == {layout.local_length}
+    assert torch.equal(torch.cat(positions).sort().values, torch.arange(layout.length))
+    whole = torch.arange(3 * layout.length).view(3, layout.length)
+    parts = [layout.part(whole, rank) for rank in range(degree)]
+    assert torch.equal(layout.whole(torch.cat(parts, dim=1), dim=1), whole)
+
+
+@given(st.integers(1, 8))
+def test_gathered_parts_cost_the_same(degree):
+    """A query attends to the keys before it; each rank has as many such pairs, but for those within a chunk."""
+    layout = SequenceLayout.of(16 * degree, degree, exchanges_heads=False)
+    assert len({int(layout.positions(rank).sum()) for rank in range(degree)}) == 1
+
+
+# -- equality -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_one_process(monkeypatch, name, degree):
+    batch = plain()
+    assert_equal(monkeypatch, make(name), degree, loss_of(batch))
+
+
+BATCHES = {
+    "documents": packed(7, 9, 8),
+    "documents that begin within a part": packed(1, 2, 13, 5),
+    "padding on the left": padded(is_left=True),
+    "padding on the right": padded(is_left=False),
+    "a length that no part divides": plain(length=21),
+    "fewer tokens than parts": plain(length=3),
+    "labels of one rank": some_labels(),
+    "a sum over items of a larger batch": {**plain(), "num_items_in_batch": torch.tensor(99)},
+    "shifted labels": {**plain(), "shift_labels": tokens(seed=5)},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "mistral, windows", "gpt_oss, windows and sinks"])
+def test_batches_of_all_kinds(monkeypatch, name, batch):
+    reference = (loss_of_documents if "gpt_oss" in name else loss_of)(BATCHES[batch])
+    assert_equal(monkeypatch, make(name), 2, loss_of(BATCHES[batch]), reference=reference)
+
+
+def saving(**options):
+    config = ParallelConfig(**options)
+    return lambda model: save_activation_memory(model, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(saving(mlp_tiles=3), id="tiles"),
+        pytest.param(saving(activation_checkpointing="selective"), id="selective"),
+        pytest.param(saving(sm_activation_offloading=True, loss_chunks=3, mlp_tiles=3), id="offload, chunks, tiles"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "qwen3, windows"])
+def test_with_the_least_memory(monkeypatch, name, prepare):
+    assert_equal(monkeypatch, make(name).train(), 2, loss_of(packed(7, 9, 8)), prepare)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "gpt_oss, windows and sinks"])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(lambda model: chunk_loss(model, 3), id="loss in chunks"),
+        pytest.param(lambda model: recompute_blocks(model.model.layers), id="recomputed blocks"),
+        pytest.param(lambda model: model.activation_checkpointing_enable(), id="recomputed by transformers"),
+    ],
+)
+def test_with_less_memory(monkeypatch, name, prepare):
+    batch = packed(7, 9, 8)
+    reference = (loss_of_documents if "gpt_oss" in name else loss_of)(batch)
+    assert_equal(monkeypatch, make(name).train(), 2, loss_of(batch), prepare, reference)
+
+
+def test_what_a_program_makes_of_the_loss_has_the_right_gradient(monkeypatch):
+    """Each rank has the loss of whole sequences, not its share, so that any function of it is that of one process."""
+    first, second = plain(), {"input_ids": tokens(seed=8), "labels": tokens(seed=8)}
+
+    def compute(model):
+        weights = sum(parameter.square().sum() for parameter in model.parameters())
+        return model(**first).loss ** 2 / model(**second).loss + 1e-3 * weights
+
+    assert_equal(monkeypatch, make("llama"), 2, compute)
+
+
+def test_arguments_by_position_and_results_as_tuples(monkeypatch):
+    batch = plain()
+    assert_equal(
+        monkeypatch,
+        make("llama"),
+        2,
+        lambda model: model(batch["input_ids"], None, labels=batch["labels"], return_dict=False)[0],
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss, windows and sinks"])
+def test_adapters_of_peft(monkeypatch, name):
+    """They call `model.forward(...)`, which hooks of the model would not see."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    options = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(make(name), options)
+    assert_equal(monkeypatch, model, 2, loss_of(plain()))
+
+
+def test_a_copy_computes_with_its_own_weights(monkeypatch):
+    model, batch = make("llama"), plain()
+
+    def compute(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.lm_head.weight.mul_(2.0)
+        return other(**batch).loss.detach() + model(**batch).loss
+
+    assert_equal(monkeypatch, model, 2, compute)
+
+
+def test_evaluation(monkeypatch):
+    model, batch = make("qwen3").eval(), plain()
+
+    def run(rank, group):
+        with torch.no_grad():
+            return split(model, 2)(**batch).loss
+
+    with torch.no_grad():
+        wanted = model(**batch).loss
+    for found in run_threads(monkeypatch, 2, run):
+        assert abs(found - wanted) <= TOLERANCE * wanted
+
+
+# -- what a token may see -------------------------------------------------------------------------------------------
+
+
+def logits_of(monkeypatch, model, degree, batch):
+    """Logits of whole sequences, from those of the ranks."""
+
+    def run(rank, group):
+        own = split(model, degree)
+        with torch.no_grad():
+            return own(**batch).logits.part, vars(own)[DEGREES].layout(batch["input_ids"].shape[1])
+
+    results = run_threads(monkeypatch, degree, run)
+    layout = results[0][1]
+    return layout.whole(torch.cat([logits for logits, _ in results], dim=1), dim=1)[:, : batch["input_ids"].shape[1]]
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "reach"),
+    [("llama", 100), ("llama, one head of keys", 100), ("mistral, windows", 11), ("gpt_oss, windows and sinks", 100)],
+)
+@pytest.mark.parametrize("place", [0, 3, 9, 12])
+def test_one_token_changes_what_it_may_and_nothing_else(monkeypatch, name, reach, place, degree):
+    """The logits of later tokens of its document, within what two layers of windows reach: all change, no other does.
+
+    The probe of TRL #6843, where with context parallelism 100 % of the positions changed instead of 50 %.
+    """
+    model, batch = make(name).eval(), packed(10, 14, batch=1)
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][0, place] = (other["input_ids"][0, place] + 1) % VOCABULARY
+    before, after = (logits_of(monkeypatch, model, degree, each) for each in (batch, other))
+    # Experts compute the tokens of all documents in one product, whose rounding depends on how many there are.
+    changed = ((before - after).abs() > 1e-6).any(dim=2)[0].nonzero().flatten().tolist()
+    end = 10 if place < 10 else 24
+    assert changed == list(range(place, min(end, place + reach)))
+
+
+# -- models of your own ---------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A model that is not of transformers."""
+
+    uses_sequence_context = True
+
+    def __init__(self, heads, key_heads, window):
+        super().__init__()
+        self.heads, self.key_heads, self.window = heads, key_heads, window
+        self.embed, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(64, 16)
+        self.query, self.keys, self.out = (
+            nn.Linear(16, 4 * heads),
+            nn.Linear(16, 8 * key_heads),
+            nn.Linear(4 * heads, 16),
+        )
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids, targets):
+        context = SequenceContext.of(
+            self, length=ids.shape[1], num_heads=self.heads, num_key_value_heads=self.key_heads
+        )
+        hidden = self.embed(context.part(ids)) + self.position(context.positions)
+        query = self.query(hidden).unflatten(2, (self.heads, 4)).transpose(1, 2)
+        key, value = self.keys(hidden).unflatten(2, (2 * self.key_heads, 4)).transpose(1, 2).chunk(2, dim=1)
+        attended = context.attention(query, key, value, window=self.window)
+        logits = self.head(hidden + self.out(attended.transpose(1, 2).flatten(2)))
+        loss = F.cross_entropy(logits.flatten(0, 1), context.part(targets).flatten(), reduction="sum")
+        return context.mean(loss, targets.numel())
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 1), (3, 3)])
+def test_a_model_of_ones_own(monkeypatch, heads, key_heads, window, degree):
+    torch.manual_seed(0)
+    ids, targets = tokens(length=24), tokens(length=24, seed=3)
+    assert_equal(monkeypatch, Own(heads, key_heads, window), degree, lambda model: model(ids, targets))
+
+
+def test_a_model_of_ones_own_that_is_alone_is_the_reference():
+    """Against torch's attention without any of our code."""
+    torch.manual_seed(0)
+    model, ids = Own(2, 2, 0), tokens(length=8)
+    context = SequenceContext.of(model, length=8, num_heads=2)
+    query, key, value = torch.randn(3, 2, 2, 8, 4)
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.equal(context.attention(query, key, value), wanted)
+    assert torch.equal(context.part(ids), ids)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refuse(monkeypatch, degree, compute, words):
+    with pytest.raises(ConfigError, match=words):
+        run_threads(monkeypatch, degree, compute)
+
+
+def gpt_neox():
+    sizes = {**SIZES, "hidden_size": 32}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
+
+
+def with_router_loss():
+    model = mixtral()
+    model.config.output_router_logits = True
+    return model
+
+
+def with_own_loss():
+    model = llama()
+    model.loss_function = lambda **_: None
+    return model
+
+
+class Convolution(nn.Conv1d):
+    """Of the program."""
+
+
+def with_convolution():
+    model = llama()
+    model.model.layers[0].mix = Convolution(32, 32, 3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (gpt_neox, "model_type='gpt_neox' is not among those"),
+        (lambda: llama(attn_implementation="flex_attention"), "'sdpa' and 'eager' are served"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "depend on the longest position",
+        ),
+        (lambda: nn.Linear(2, 2), "needs one causal language model"),
+        (lambda: nn.ModuleList([llama(), llama()]), "contains 2"),
+        (lambda: llama().model, "contains 0"),
+        (with_router_loss, "auxiliary loss of routers"),
+        (with_own_loss, "a loss function of its own"),
+        (with_convolution, "contains Convolution, which may mix tokens"),
+    ],
+)
+def test_models_that_are_not_known_to_be_exact(monkeypatch, build, words):
+    refuse(monkeypatch, 2, lambda rank, group: split(build(), 2), words)
+
+
+IDS = tokens(length=16)
+CALLS = [
+    ({"input_ids": IDS}, "needs labels"),
+    ({"inputs_embeds": torch.zeros(2, 16, 32), "labels": IDS}, "takes input_ids"),
+    ({"input_ids": IDS, "labels": IDS, "past_key_values": object()}, "past_key_values"),
+    ({"input_ids": IDS, "labels": IDS, "use_cache": True}, "use_cache"),
+    ({"input_ids": IDS, "labels": IDS, "logits_to_keep": 1}, "logits_to_keep"),
+    ({"input_ids": IDS, "labels": IDS, "output_attentions": True}, "output_attentions"),
+    ({"input_ids": IDS, "labels": IDS, "output_hidden_states": True}, "output_hidden_states"),
+    ({"input_ids": IDS, "labels": IDS, "is_causal": False}, "is_causal"),
+    ({"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones(2, 1, 16, 16)}, r"attention_mask of the shape"),
+    ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels of the shape \(batch, 16\), but was given \[2, 15\]"),
+    ({"input_ids": IDS, "labels": IDS, "position_ids": torch.arange(16)}, "position_ids of the shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS)
+def test_arguments_that_can_not_be_split(monkeypatch, call, words):
+    model = make("llama")
+    refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**call), words)
+
+
+def test_documents_with_a_cache(monkeypatch):
+    """transformers lets tokens attend across documents then."""
+    model = llama()
+    model.config.use_cache = True
+    refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**packed(6, 10)), "use_cache is true")
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
+def test_samples_that_differ_between_the_ranks_of_a_context(monkeypatch, name):
+    model, seen = make("llama"), []
+
+    def run(rank, group):
+        batch = packed(6, 10)
+        batch[name] = batch[name].clone()
+        batch[name][1, 13] += rank
+        try:
+            split(model, 2)(**batch)
+        except ConfigError as error:
+            seen.append(rank)
+            raise error
+
+    refuse(monkeypatch, 2, run, f"the same samples, but {name} differ between them")
+    assert sorted(seen) == [0, 1]  # none waits for the other
+
+
+def test_samples_of_another_shape_on_another_rank(monkeypatch):
+    model = make("llama")
+    refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**plain(length=12 + 2 * rank)), "same samples")
+
+
+def test_a_part_of_the_model_alone(monkeypatch):
+    model = make("llama")
+    refuse(
+        monkeypatch, 2, lambda rank, group: split(model, 2).model(input_ids=IDS), "Call the whole causal language model"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, one head of keys"])
+def test_a_mask_of_another_kind(monkeypatch, name):
+    """As of a model that attends to later tokens of an image."""
+    from transformers.models.llama import modeling_llama
+
+    def create(**arguments):
+        arguments["block_sequence_ids"] = torch.zeros(2, 8, dtype=torch.long)
+        return original(**arguments)
+
+    original = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
+    model = make(name)
+    refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**plain(length=16)), "asks for another mask")
+
+
+def test_a_mask_that_a_model_makes_itself(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: mask)
+    model = make("llama")
+    refuse(monkeypatch, 2, lambda rank, group: split(model, 2)(**plain(length=16)), "a mask of its own")
+
+
+def test_heads_that_layers_change(monkeypatch):
+    model = make("llama")
+
+    def run(rank, group):
+        own = split(model, 4)
+        own.model.layers[0].self_attn.k_proj = nn.Linear(32, 8, bias=False)
+        own.model.layers[0].self_attn.v_proj = nn.Linear(32, 8, bias=False)
+        own(**plain(length=16))
+
+    refuse(monkeypatch, 4, run, "cannot share equally")
+
+
+def test_a_length_that_a_model_of_ones_own_has_not_padded(monkeypatch):
+    refuse(monkeypatch, 2, lambda rank, group: split(Own(4, 1, 0), 2)(tokens(), tokens()), "Pad them to 24")
+
+
+def test_logits_of_a_part_are_not_taken_for_those_of_the_whole(monkeypatch):
+    model, batch = make("llama"), plain(length=16)
+
+    def run(rank, group):
+        logits = split(model, 2)(**batch).logits
+        assert logits.part.shape == (2, 8, VOCABULARY)
+        assert logits.positions.tolist() == list(range(8 * rank, 8 * rank + 8))
+        for use in (lambda: logits * 2, lambda: F.softmax(logits, dim=-1), lambda: logits[:, -1], lambda: len(logits)):
+            with pytest.raises(ConfigError, match="the logits of its part of the sequences only"):
+                use()
+        with pytest.raises(AttributeError, match=r"logits\.argmax: with context_parallel_degree"):
+            logits.argmax(-1)
+        return True
+
+    assert run_threads(monkeypatch, 2, run) == [True, True]
+
+
+# -- what is not served together with it ----------------------------------------------------------------------------
+
+CONTEXT = {"context_parallel_degree": 2}
+
+
+def test_what_is_not_built_together_says_so():
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+    from hyperpod_plugins.planning import TrainingShape, plan_memory
+    from hyperpod_plugins.session import Session
+
+    config = ParallelConfig(**CONTEXT)
+    training = TrainingShape(micro_batch_size=1, sequence_length=8)
+    for build in (
+        lambda: Session(**CONTEXT, elastic=True, global_batch_size=8),
+        lambda: Session(**CONTEXT, samples_per_replica=8),
+        lambda: plan_memory(llama(), config, training, world_size=2),
+    ):
+        with pytest.raises(NotBuiltYetError, match="context_parallel_degree=2 is not served yet by"):
+            build()
+    for option in ("param_offload", "optimizer_offload"):
+        with pytest.raises(NotBuiltYetError, match=f"context_parallel_degree=2 with {option}=True"):
+            HyperPodPlugin(**CONTEXT, **{option: True})
+
+
+def test_accelerate_divides_samples_over_one_rank_of_each_context():
+    from hyperpod_plugins.accelerate.spec import LoaderMesh
+
+    mesh = LoaderMesh.of(Topology(world_size=16, shard_degree=8, context_degree=4))
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names}
+    assert sizes == {"dp_replicate": 2, "dp_shard": 2, "cp": 4, "tp": 1}

@@ -1,0 +1,279 @@
+"""Context parallelism over real ranks with FSDP2, plainly and through each adapter, against one process.
+
+What attention does in all its cases is in `test_context_parallel.py`, where ranks are threads.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import ACCELERATOR, DEVICE, devices
+
+SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
+LAYOUTS = {
+    "shard 4, context 2": {"context_parallel_degree": 2},
+    "hsdp 2x2, context 2": {"hybrid_shard_degree": 2, "context_parallel_degree": 2},
+    "context 4": {"context_parallel_degree": 4},
+    "context 2, chunks, tiles, offload": {
+        "context_parallel_degree": 2,
+        "loss_chunks": 3,
+        "mlp_tiles": 3,
+        "sm_activation_offloading": True,
+    },
+    "context 2, selective": {"context_parallel_degree": 2, "activation_checkpointing": "selective"},
+}
+CASES = {
+    **{("llama", name): options for name, options in LAYOUTS.items()},
+    **{("llama, one head of keys", name): options for name, options in LAYOUTS.items()},
+    ("gpt_oss", "hsdp 2x2, context 2"): LAYOUTS["hsdp 2x2, context 2"],
+}
+
+
+def make_model(name="llama"):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "use_cache": False,
+    }
+    if name == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+        kinds = ["sliding_attention", "full_attention"]
+        config = transformers.GptOssConfig(**sizes, **experts, num_key_value_heads=2, head_dim=8, layer_types=kinds)
+        return transformers.GptOssForCausalLM(config)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1 if "one head" in name else 4)
+    return transformers.LlamaForCausalLM(config)
+
+
+def samples(number=NUM_STEPS * GLOBAL_BATCH):
+    return torch.randint(VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(7))
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def state_of(model):
+    return {name: whole(value) for name, value in model.named_parameters()}
+
+
+def train(model, parameters, batches, clip):
+    """Losses and norms of AdamW steps, the gradients of the first, and the parameters after the last."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    losses, norms, gradients = [], [], {}
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        gradients = gradients or {name: whole(each.grad) for name, each in model.named_parameters()}
+        norms.append(float(clip(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, norms, gradients, state_of(model)
+
+
+def train_alone(name="llama", batches=None):
+    model = make_model(name)
+    batches = samples().split(GLOBAL_BATCH) if batches is None else batches
+    return train(model, model.parameters(), batches, torch.nn.utils.clip_grad_norm_)
+
+
+def train_on_mesh(name, options, precision="32-true"):
+    from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
+
+    config = ParallelConfig.of(options, precision=precision)
+    topology = config.topology(dist.get_world_size())
+    model = parallelize(make_model(name), build_mesh(topology, DEVICE), config)
+    group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
+    share = GLOBAL_BATCH // topology.data_degree
+    batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
+    losses, *rest = train(model, model.parameters(), batches, clip_grad_norm_)
+    for loss in losses:
+        dist.all_reduce(loss, group=group)
+    return [loss / group.size() for loss in losses], *rest
+
+
+def train_all_on_mesh():
+    dist.init_process_group("hyperpod")
+    results = {case: train_on_mesh(case[0], options) for case, options in CASES.items()}
+    results["bf16"] = train_on_mesh("llama", LAYOUTS["context 4"], "bf16-mixed")
+    return results
+
+
+def assert_close(found, wanted, what):
+    (losses, norms, gradients, state), (wanted_losses, wanted_norms, wanted_gradients, wanted_state) = found, wanted
+    assert abs(losses[0] - wanted_losses[0]) <= 5e-7 * wanted_losses[0], what
+    for name, gradient in wanted_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 5e-7 * gradient.norm(), (what, name)
+    for values, expected in ((losses, wanted_losses), (norms, wanted_norms)):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-5, atol=0)
+    for name, value in wanted_state.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}")
+
+
+@pytest.mark.spawns
+def test_steps_on_four_ranks_equal_one_process(run_ranks):
+    results = run_ranks(train_all_on_mesh, world_size=4, timeout_s=150)
+    alone = {name: train_alone(name) for name in {case[0] for case in CASES}}
+    in_bfloat16 = results[0].pop("bf16")
+    for case, found in results[0].items():
+        assert_close(found, alone[case[0]], case)
+    for losses in zip(in_bfloat16[0], alone["llama"][0], strict=True):
+        assert abs(losses[0] - losses[1]) < 2e-2
+    for other in results[1:]:
+        for case, found in results[0].items():
+            assert all(torch.equal(*pair) for pair in zip(found[0], other[case][0], strict=True))
+
+
+# -- adapters: each returns this rank's batches and losses, and the parameters after the last step -------------------
+
+
+def with_lightning(folder):
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.batches, self.losses, self.validated = make_model(), [], [], []
+
+        def training_step(self, batch, _):
+            self.batches.append(batch)
+            loss = self.model(input_ids=batch, labels=batch).loss
+            self.log("loss", loss, sync_dist=True, on_step=True)
+            self.losses.append(loss.detach().clone())
+            return loss
+
+        def validation_step(self, batch, _):
+            self.log("val", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(context_parallel_degree=2, hybrid_shard_degree=2),
+        accelerator=ACCELERATOR,
+        devices=devices(4),
+        max_epochs=1,
+        gradient_clip_val=MAX_NORM,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+    )
+    module = Module()
+    data = samples()
+    trainer.fit(module, DataLoader(data, batch_size=2), DataLoader(data[:8], batch_size=2))
+    state = {name.removeprefix("model."): value for name, value in state_of(module).items()}
+    return module.batches, module.losses, state, float(trainer.callback_metrics["val"])
+
+
+def with_session(folder):
+    from torch.utils.data import DataLoader
+
+    from hyperpod_plugins.session import Session
+
+    session = Session(context_parallel_degree=2, hybrid_shard_degree=2, global_batch_size=GLOBAL_BATCH)
+    model = session.parallelize(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session.train(model, optimizer, max_grad_norm=MAX_NORM)
+    batches, losses = [], []
+    loader = DataLoader(list(samples()), batch_size=1, shuffle=True)  # two micro-steps
+    for step in session.steps(loader):
+        with step:
+            losses.append(step.run(lambda batch: model(input_ids=batch, labels=batch).loss).clone())
+            batches.append(torch.cat(step.batches))
+    return batches, losses, state_of(model), None
+
+
+def with_accelerate(folder):
+    from torch.utils.data import DataLoader
+
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+
+    accelerator = HyperPodPlugin(context_parallel_degree=2, hybrid_shard_degree=2).accelerator()
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    loader = DataLoader(list(samples()), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    batches, losses, gathered = [], [], []
+    for batch in loader:
+        with accelerator.maybe_context_parallel(buffers=[batch], buffer_seq_dims=[1]):
+            loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        batches.append(batch)
+        losses.append(accelerator.reduce(loss.detach(), "mean"))
+        gathered.append(accelerator.gather_for_metrics(batch))
+    # two ranks read different samples, each of which counts once
+    assert torch.equal(torch.cat(gathered).sort(dim=0).values, samples().sort(dim=0).values)
+    assert scheduler.scheduler.last_epoch == 2 * NUM_STEPS
+    return batches, losses, state_of(model), None
+
+
+def with_smp(folder):
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    import hyperpod_plugins.smp
+
+    hyperpod_plugins.smp.install()
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    tsm.init({"context_parallel_degree": 2, "hybrid_shard_degree": 2})
+    assert (tsm.state.cp_size, tsm.state.cp_rank, tsm.state.dp_size) == (2, tsm.state.rank % 2, 2)
+    model = FullyShardedDataParallel(
+        tsm.transform(make_model()), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = list(samples())
+    sampler = DistributedSampler(data, tsm.state.dp_size, tsm.state.dp_rank, shuffle=False)
+    batches, losses = [], []
+    for batch in DataLoader(data, batch_size=2, sampler=sampler):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        model.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        batches.append(batch)
+        losses.append(loss.detach())
+    return batches, losses, state_of(model), None
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("adapter", [with_lightning, with_session, with_accelerate, with_smp])
+def test_through_an_adapter(run_ranks, tmp_path, adapter):
+    results = run_ranks(adapter, str(tmp_path), world_size=4, timeout_s=120)
+    batches = [each[0] for each in results]
+    for first, second in ((0, 1), (2, 3)):
+        assert all(torch.equal(*pair) for pair in zip(batches[first], batches[second], strict=True))
+    together = [torch.cat(parts) for parts in zip(batches[0], batches[2], strict=True)]
+    assert len(together) == NUM_STEPS
+    read = torch.cat(together)
+    assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, samples().tolist()))
+    losses, _, _, state = train_alone(batches=together)
+    for step, wanted in enumerate(losses):
+        values = [each[1][step] for each in results]
+        assert torch.equal(values[0], values[1])
+        assert abs((values[0] + values[2]) / 2 - wanted) <= 1e-5 * wanted
+    for _, _, found, _ in results:
+        for name, value in state.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
+    if results[0][3] is not None:
+        model = make_model()
+        model.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            wanted = model(input_ids=samples()[:8], labels=samples()[:8]).loss
+        assert all(abs(each[3] - wanted) <= 1e-5 * wanted for each in results)

@@ -1,0 +1,124 @@
+"""Training whose sequences are split over two ranks, with dropout: a loop, or a fit of Lightning (`FIT`).
+
+`hyperpodrun` runs it, with faults at chosen points.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from faults import ACCELERATOR, Faults, devices
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.session import Session
+
+VOCABULARY, SEQUENCE = 61, 20
+torch.set_num_threads(1)
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=int(os.environ.get("KEY_HEADS", "4")),
+        attention_dropout=0.2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+OPTIONS = {"hybrid_shard_degree": 2, "context_parallel_degree": 2}
+
+
+def data():
+    return list(torch.randint(VOCABULARY, (48, SEQUENCE), generator=torch.Generator().manual_seed(1)))
+
+
+def compute_loss(model, batch, faults, step):
+    faults.at("forward", step)
+    loss = model(input_ids=batch, labels=batch).loss
+    faults.at("backward", step)
+    return loss
+
+
+def watch_layer(model, faults, step_of):
+    model.model.layers[1].register_forward_hook(lambda *_: faults.at("layer", step_of()))
+
+
+def train(faults):
+    session = Session(
+        **OPTIONS,
+        global_batch_size=4,
+        recovery=RecoveryOptions(replacement_timeout_s=30.0, hang_timeout_s=5.0, verify=True),
+        checkpoint_folder=faults.folder,
+    )
+    model = session.parallelize(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session.train(model, optimizer, max_grad_norm=0.5)
+    present = [0]
+    watch_layer(model, faults, lambda: present[0])
+    for step in session.steps(DataLoader(data(), batch_size=2, shuffle=True)):
+        with step:
+            present[0] = step.index
+            loss = step.run(lambda batch, step=step: compute_loss(model, batch, faults, step.index))
+            faults.note(kind="step", step=step.index, loss=float(loss).hex())
+    return model, session.rank
+
+
+def fit(faults):
+    import lightning.pytorch as pl
+
+    from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+
+        def training_step(self, batch, _):
+            loss = compute_loss(self.model, batch, faults, self.global_step)
+            faults.note(kind="step", step=self.global_step, loss=float(loss.detach()).hex())
+            return loss
+
+        def validation_step(self, batch, _):
+            faults.at("validation", self.global_step)
+            self.log("val", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    trainer = pl.Trainer(
+        strategy=HyperPodStrategy(**OPTIONS),
+        accelerator=ACCELERATOR,
+        devices=devices(4),
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        default_root_dir=faults.folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[CheckpointlessRecovery(replacement_timeout_s=30.0, hang_timeout_s=5.0, verify=True)],
+    )
+    module = Module()
+    watch_layer(module.model, faults, lambda: module.global_step if trainer.training else -1)
+    trainer.fit(module, DataLoader(data(), batch_size=2, shuffle=True), DataLoader(data()[:8], batch_size=2))
+    return module.model, trainer.global_rank
+
+
+def main():
+    faults = Faults()
+    model, rank = (fit if "FIT" in os.environ else train)(faults)
+    values = {name: each.to_local().detach().clone() for name, each in model.named_parameters()}
+    torch.save({"state": values}, Path(faults.folder, f"result-{rank}.pt"))
+
+
+if __name__ == "__main__":
+    main()
