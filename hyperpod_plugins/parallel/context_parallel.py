@@ -40,6 +40,11 @@ _USES_CONTEXT = "uses_sequence_context"
 _ATTENTION = {"sdpa": "hyperpod_context_sdpa", "eager": "hyperpod_context_eager"}
 _LIBRARIES = ("transformers", "torch", "peft", "hyperpod_plugins")
 """Libraries whose modules, in such a model, are known to treat each token alone outside of attention."""
+_MIXES_TOKENS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
+    *(nn.AvgPool1d, nn.MaxPool1d, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer),
+)
+"""Modules of torch that do not."""
 _MIXES_DOCUMENTS = ("gpt_oss",)
 """Models that do not pass positions on to the masks of transformers (5.23)."""
 _MOVING_ROTATIONS = ("dynamic", "longrope")
@@ -117,7 +122,11 @@ def _check_model(model: Any) -> None:
 
     config, name = model.config, type(model).__name__
     kinds = {type(part) for part in model.modules()}
-    strangers = sorted(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES)
+    strangers = sorted(
+        kind.__name__
+        for kind in kinds
+        if kind.__module__.partition(".")[0] not in _LIBRARIES or issubclass(kind, _MIXES_TOKENS)
+    )
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     problem = ""
     if config.model_type not in SERVED_MODELS:

@@ -459,13 +459,10 @@ def with_own_loss():
     return model
 
 
-class Convolution(nn.Conv1d):
-    """Of the program."""
-
-
-def with_convolution():
+def with_module(module):
+    module.uses_sequence_context = False
     model = llama()
-    model.model.layers[0].mix = Convolution(32, 32, 3)
+    model.model.layers[0].mix = module
     return model
 
 
@@ -483,7 +480,8 @@ def with_convolution():
         (lambda: llama().model, "contains 0"),
         (with_router_loss, "auxiliary loss of routers"),
         (with_own_loss, "a loss function of its own"),
-        (with_convolution, "contains Convolution, which may mix tokens"),
+        (lambda: with_module(Own(1, 1, 0)), "contains Own, which may mix tokens"),
+        (lambda: with_module(nn.Conv1d(32, 32, 3)), "contains Conv1d, which may mix tokens"),
     ],
 )
 def test_models_that_are_not_known_to_be_exact(monkeypatch, build, words):
