@@ -13,9 +13,14 @@ How much room there is, is measured: in the first steps with a size of input, al
 inputs offloaded if that hides. After two steps of the optimizer, when all of its state exists, what the device has had
 free at the peak is shared out. Where blocks communicate (tensor parallelism) all ranks must compute the same blocks
 again, so there all are.
+
+[Note: what a plan relies on] That each block of a forward has an input of the same shape, and that a backward follows
+each forward. Of a model that breaks either (towers for images and text, two forwards before a backward), all blocks are
+computed again from then on.
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +42,8 @@ MARGIN = 0.1
 """Part of the device's memory that stays free: an allocator loses some between blocks of different sizes, and later
 steps may need more than the first ones."""
 _NUM_STEPS = 2
+_MOST_TOLD = 8
+"""Sizes up to which each plan is logged; a program with sequences of all lengths has many."""
 _MATRIX, _COPY_BYTES, _REPEATS = 4096, 64 << 20, 5
 
 
@@ -131,7 +138,8 @@ def plan_activations(
         may_keep: Whether a block may keep its activations.
     """
     gib = f"{max(0.0, room_bytes) / 2**30:.2f} GiB are free at the peak, a block keeps {kept_bytes / 2**30:.2f} GiB"
-    reach = min(num_blocks, max(0, int(room_bytes // max(1, kept_bytes)))) if may_keep else 0
+    more_bytes = max(1, kept_bytes + input_bytes * hides)  # a block that is kept has its input on the device, too
+    reach = min(num_blocks, max(0, int(room_bytes // more_bytes))) if may_keep else 0
     if not hides:
         missing = max(0, -room_bytes)
         num_offloaded = min(num_blocks, -int(-missing // max(1, input_bytes)))
@@ -141,9 +149,13 @@ def plan_activations(
         return ActivationPlan(
             num_offloaded=num_offloaded, num_recomputed=num_blocks - num_offloaded - kept, num_kept=kept, why=gib
         )
-    left = max(0.0, room_bytes - reach * kept_bytes)
+    left = max(0.0, room_bytes - reach * more_bytes)
     resident = min(num_blocks - reach, int(left // max(1, input_bytes)))
     return ActivationPlan(num_offloaded=num_blocks - reach - resident, num_recomputed=resident, num_kept=reach, why=gib)
+
+
+_Size = tuple[int, ...]
+"""Shape of this rank's part of an input, and the bytes of an element."""
 
 
 @dataclass(slots=True)
@@ -155,6 +167,10 @@ class _Measured:
     kept_bytes: int = 0
     """Most memory that the activations of a block have taken while it was computed again."""
     plan: ActivationPlan | None = None
+
+
+class _Pass:
+    """A forward, alive as long as its graph."""
 
 
 class AutomaticPlan:
@@ -183,12 +199,16 @@ class AutomaticPlan:
         self._measure = measure or (partial(measured_speed, device) if is_cuda else None)
         self._memory = memory or (CudaMemory(device) if is_cuda else None)
         self._speed: DeviceSpeed | None = None
-        self._width = self._num_blocks = self._num_steps = 0
+        self._width = self._num_blocks = self._num_steps = self._peak = 0
         self._blocks: list[weakref.ref[nn.Module]] = []
-        self._sizes: dict[int, _Measured] = {}
-        self._size = 0
+        self._sizes: dict[_Size, _Measured] = {}
+        self._size: _Size = (0,)
         """Of the input of the present forward's blocks."""
         self._before: dict[int, int] = {}
+        self._passes: list[weakref.ref[_Pass]] = []
+        """Forwards whose backward has not come yet."""
+        self._is_regular = True
+        """Whether plans hold; see the note above."""
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Decide about blocks. Call it when they are set up for recomputation and offload.
@@ -215,55 +235,80 @@ class AutomaticPlan:
         return self._memory is not None and self._way(index) == "offload"
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Count a step on a parameter of the blocks, as long as a plan waits for it."""
+        """Count a step on a parameter of the blocks, or any if none is trained, as long as a plan waits for it."""
         if all(each.plan is not None for each in self._sizes.values()):
             return
         blocks = (block for each in self._blocks if (block := each()) is not None)
         first = next((each for block in blocks for each in block.parameters() if each.requires_grad), None)
-        if any(each is first for group in optimizer.param_groups for each in group["params"]):
+        if first is None or any(each is first for group in optimizer.param_groups for each in group["params"]):
             self._num_steps += 1
 
     def _begin(self, index: int, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._memory is None:
             return
+        self._note_peak()
         if is_in_backward():
             self._before[index] = self._memory.allocated()
             return
         if torch.is_grad_enabled():
-            if index == 0:
-                self._begin_forward(args, kwargs)
+            size = _size_of(args, kwargs)
+            if index == 0 and size is not None:
+                self._begin_forward(size)
+            elif size is not None and size != self._size:
+                self._note_irregular("its blocks have inputs of different shapes")
             if self._may_keep:
                 set_recomputed(block, self._way(index) != "keep")
 
-    def _end(self, index: int, *_: object) -> None:
+    def _end(self, index: int, _: nn.Module, __: object, output: object) -> None:
+        if self._memory is None:
+            return
+        self._note_peak()
         before = self._before.pop(index, None)
         found = self._sizes.get(self._size)
-        if before is not None and found is not None and self._memory is not None and found.plan is None:
+        if before is not None and found is not None and found.plan is None:
             found.kept_bytes = max(found.kept_bytes, self._memory.allocated() - before)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if index == 0 and before is None and isinstance(first, Tensor) and first.requires_grad:
+            this_pass = _Pass()
+            self._passes.append(weakref.ref(this_pass))
+            first.register_hook(partial(self._end_pass, this_pass))  # as long as the graph, which may be dropped
 
-    def _begin_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _end_pass(self, _: "_Pass", __: Tensor) -> None:
+        self._passes.clear()
+
+    def _note_peak(self) -> None:
+        """Keep the peak also if the program resets the counter of the device."""
+        assert self._memory is not None
+        self._peak = max(self._peak, self._memory.peak())
+
+    def _note_irregular(self, why: str) -> None:
+        if self._is_regular:
+            self._is_regular = False
+            _tell(f"activation_offload='auto': all blocks are computed again, since {why}")
+
+    def _begin_forward(self, size: "_Size") -> None:
         """Note the size of the input, and decide if all is known that is needed for that."""
         assert self._measure is not None
         assert self._memory is not None
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        first = next((each for each in tensors if each.is_floating_point() and each.dim()), None)
-        if first is None:
-            return
-        local = first._local_tensor if isinstance(first, DTensor) else first  # pyright: ignore[reportPrivateUsage]
-        self._size, self._width = local.numel() * local.element_size(), local.shape[-1]
+        if any(each() is not None for each in self._passes):
+            self._note_irregular("another forward follows before the backward of one")
+        self._passes.clear()
+        self._size, self._width = size, size[-2]
         self._speed = self._speed or self._measure()
-        found = self._sizes.setdefault(self._size, _Measured(self._num_steps))
-        if found.plan is not None or not found.kept_bytes or self._num_steps - found.began_after < _NUM_STEPS:
+        found = self._sizes.setdefault(size, _Measured(self._num_steps))
+        is_measured = bool(found.kept_bytes) or not self._may_keep
+        if found.plan is not None or not is_measured or self._num_steps - found.began_after < _NUM_STEPS:
             return
-        room = (1 - MARGIN) * self._memory.total() - self._memory.peak()
+        room = (1 - MARGIN) * self._memory.total() - self._peak
         found.plan = plan_activations(
-            self._num_blocks, self._size, found.kept_bytes, room, hides=self._hides, may_keep=self._may_keep
+            self._num_blocks, math.prod(size), found.kept_bytes, room, hides=self._hides, may_keep=self._may_keep
         )
-        hides = "copies hide" if self._hides else "copies would not hide"
-        _tell(
-            f"activation_offload='auto': {found.plan}; {hides} behind the computation (width {self._width}, and from "
-            f"{self._speed.least_width:.0f} on they do)"
-        )
+        if len(self._sizes) <= _MOST_TOLD and self._is_regular:
+            hides = "copies hide" if self._hides else "copies would not hide"
+            _tell(
+                f"activation_offload='auto': {found.plan}; {hides} behind the computation (width {self._width}, and "
+                f"from {self._speed.least_width:.0f} on they do)"
+            )
 
     @property
     def _hides(self) -> bool:
@@ -271,14 +316,31 @@ class AutomaticPlan:
 
     def _way(self, index: int) -> Way:
         """Way of a block: that of the plan for its size, or of one for a larger size, which needs more."""
-        found = self._sizes.get(self._size)
-        plan = None if found is None else found.plan
-        if plan is None:
-            larger = [size for size, each in self._sizes.items() if each.plan is not None and size > self._size]
-            plan = self._sizes[min(larger)].plan if larger else None
+        plan = None
+        if self._is_regular:
+            found = self._sizes.get(self._size)
+            plan = None if found is None else found.plan
+            if plan is None:
+                plans = {size: each.plan for size, each in self._sizes.items() if each.plan is not None}
+                larger = [size for size in plans if _is_larger(size, self._size)]
+                plan = plans[min(larger, key=math.prod)] if larger else None
         if plan is None:
             return "offload" if self._hides else "recompute"
         return plan.way(index)
+
+
+def _size_of(args: tuple[object, ...], kwargs: dict[str, object]) -> "_Size | None":
+    """Size of the first floating-point tensor that a block is given; None if there is none."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    first = next((each for each in tensors if each.is_floating_point() and each.dim()), None)
+    if first is None:
+        return None
+    local = first._local_tensor if isinstance(first, DTensor) else first  # pyright: ignore[reportPrivateUsage]
+    return (*local.shape, local.element_size())
+
+
+def _is_larger(size: "_Size", other: "_Size") -> bool:
+    return len(size) == len(other) and all(own >= its for own, its in zip(size, other, strict=True))
 
 
 def _tell(line: str) -> None:

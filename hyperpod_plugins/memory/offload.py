@@ -253,6 +253,7 @@ class ActivationOffload:
         self._device_type = device.type
         self._min_bytes = min_bytes or MIN_BYTES
         self._goes_to_host = goes_to_host
+        self._num_begun = 0  # blocks since the last one that offloads
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
         self._entered: list[tuple[nn.Module, saved_tensors_hooks]] = []
@@ -273,14 +274,18 @@ class ActivationOffload:
     def _begin(self, index: int, is_last: bool, block: nn.Module, _: object) -> None:
         if is_in_backward() or not torch.is_grad_enabled():
             return  # a recomputation, or an evaluation
-        if self._goes_to_host is not None and not self._goes_to_host(index):
-            return
+        goes = self._goes_to_host is None or self._goes_to_host(index)
         call = _Call(is_last)
         with self._lock:
-            self._calls.append(ref(call))
-            for earlier in self._alive_calls()[: -self.horizon]:
+            self._num_begun = 0 if goes else self._num_begun + 1
+            if goes:
+                self._calls.append(ref(call))
+            alive = self._alive_calls()
+            for earlier in alive[: max(0, len(alive) - max(0, self.horizon - self._num_begun))]:
                 for kept in earlier.alive():
                     kept.free_source()
+        if not goes:
+            return
         hooks = saved_tensors_hooks(partial(self._pack, call), self._unpack)
         hooks.__enter__()
         self._entered.append((block, hooks))

@@ -247,10 +247,12 @@ def save_activation_memory(
         recompute_blocks(blocks, "selective" if kind == "selective" else "full")
     if not is_offloaded:
         return None
-    communicates = config.tensor_parallel_degree > 1 or any(
-        isinstance(part, nn.SyncBatchNorm) for part in model.modules()
-    )
-    return attach_offload(blocks, config, device, pool, may_keep=not has_own and not communicates)
+    has_synced = any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+    communicates = has_synced or config.tensor_parallel_degree > 1 or config.context_parallel_degree > 1
+    # Parts that are gathered by themselves would be gathered in another order than on ranks that compute them again.
+    is_nested = len(list(find_blocks(model, config.block_classes))) != len(blocks)
+    may_keep = not (has_own or communicates or is_nested)
+    return attach_offload(blocks, config, device, pool, may_keep=may_keep)
 
 
 def attach_offload(

@@ -346,6 +346,8 @@ def _track_step(
     """Run a step with fake tensors, and count."""
     tracker, cpu = TrackedMemory(), torch.device("cpu")
     options = replace(config, sequence_parallel=False, loss_parallel=False)
+    if options.sm_activation_offloading == "auto":  # as a job on GPUs begins
+        options = replace(options, sm_activation_offloading=True)
     with FakeTensorMode():
         twin = _fake_twin(model, None if config.precision == "32-true" else torch.bfloat16)
         _split_as_one_rank(twin, config)

@@ -31,10 +31,10 @@ def test_the_width_from_which_copies_hide():
 @pytest.mark.parametrize(
     ("room_gib", "hides", "ways"),
     [
-        (160, True, (0, 0, 32)),  # everything fits: nothing is done
+        (168, True, (0, 0, 32)),  # everything fits, with the inputs that were on the host: nothing is done
         (160, False, (0, 0, 32)),
-        (50, True, (22, 0, 10)),
-        (50.5, True, (20, 2, 10)),  # what is left serves inputs
+        (47.3, True, (23, 0, 9)),
+        (50, True, (12, 11, 9)),  # what is left serves inputs
         (50, False, (0, 22, 10)),
         (4, True, (16, 16, 0)),
         (0, True, (32, 0, 0)),
@@ -140,7 +140,8 @@ def test_blocks_keep_what_the_device_has_room_for_and_the_bits_are_the_same(capl
     for _ in range(2):  # everything is computed again, and all inputs but the last go to the host
         assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
     conservative = job.tracker.peak
-    job.device.bytes = int((conservative + 2.15 * kept_bytes_of_a_block()) / (1 - MARGIN))
+    room = 2.15 * (kept_bytes_of_a_block() + INPUT_BYTES)
+    job.device.bytes = int((conservative + room) / (1 - MARGIN))
     with caplog.at_level(logging.WARNING):
         steps = [job.step() for _ in range(3)]
     [(num_recomputed, num_offloaded)] = {*steps}
@@ -211,6 +212,91 @@ def test_evaluations_and_their_sizes_decide_nothing():
         with torch.no_grad():
             job.blocks(torch.zeros(8 * ROWS, WIDTH))
     assert job.step() == (0, 0)
+
+
+def test_two_forwards_before_a_backward_keep_nothing_from_then_on(caplog):
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    for _ in range(2):
+        job.step()
+    assert job.step() == (0, 0)
+    before, _ = job._counts()
+    x = torch.randn(ROWS, WIDTH)
+    (job.blocks(x).mean() + job.blocks(x).mean()).backward()
+    assert job._counts()[0] - before == NUM_BLOCKS  # the second forward
+    assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    assert "all blocks are computed again, since another forward follows" in caplog.text
+
+
+def test_a_forward_that_was_dropped_is_no_second_one():
+    """As a step that a fault has interrupted, and that is run again."""
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    job.step()
+    job.blocks(torch.randn(ROWS, WIDTH))
+    job.step()
+    assert job.step() == (0, 0)
+
+
+def test_blocks_with_inputs_of_different_shapes_keep_nothing(caplog):
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    for _ in range(2):
+        job.step()
+    x = job.blocks[:2](torch.randn(ROWS, WIDTH))
+    job.blocks[2:](torch.cat([x, x])).mean().backward()
+    assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    assert "its blocks have inputs of different shapes" in caplog.text
+
+
+def test_the_peak_is_known_also_if_the_program_resets_it():
+    job, same = Job(FAST_LINK), Job(FAST_LINK)
+    for each in (job, same):
+        for _ in range(2):
+            each.step()
+            if each is job:
+                each.tracker.peak = each.tracker.current
+        each.device.bytes = int((same.tracker.peak or job.device.bytes) / (1 - MARGIN)) if each is same else 0
+    job.device.bytes = same.device.bytes
+    assert same.step() == job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+
+
+def test_frozen_blocks_have_a_plan_too():
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    job.blocks.requires_grad_(False)
+    x = nn.Parameter(torch.randn(ROWS, WIDTH))
+    optimizer = torch.optim.SGD([x], 0.1)
+    for wanted in (NUM_BLOCKS, NUM_BLOCKS, 0):
+        before, _ = job._counts()
+        with job.tracker:
+            job.blocks(x).square().mean().backward()
+            optimizer.step()
+        assert job._counts()[0] - before == wanted
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(("classes", "may_keep"), [(("Stage",), True), (("Stage", "Block"), False)])
+def test_models_whose_parts_are_gathered_by_themselves_keep_nothing(classes, may_keep, monkeypatch):
+    """In their backward, FSDP2 would gather the parts in another order than on ranks that compute them again."""
+    seen = []
+
+    def noted(device, **options):
+        seen.append(options)
+        return AutomaticPlan(device)
+
+    monkeypatch.setattr(sys.modules["hyperpod_plugins.parallel.parallelize"], "AutomaticPlan", noted)
+    config = ParallelConfig.of(activation_offload="auto", block_classes=classes)
+    save_activation_memory(nn.Sequential(Stage(), Stage()), config, CPU)
+    assert seen == [{"may_keep": may_keep}]
 
 
 def train_ranks_that_differ():
