@@ -29,14 +29,20 @@ def torchao_options(config: Any, module_filter: Callable[..., bool] | None, from
         from_name: torchao's `Float8LinearConfig.from_recipe_name`.
 
     Raises:
-        ConfigError: the configuration is none of torchao's recipes that this package serves, or there is a filter.
+        ConfigError: the configuration is none of torchao's recipes that this package serves, or emulates float8, or
+            there is a filter.
     """
     if module_filter is not None:
         raise ConfigError(
             "AORecipeKwargs(module_filter_func=...) is not supported: the linear layers of the model's blocks are "
             "converted. Name the classes of the blocks with HyperPodPlugin(block_classes=...)."
         )
-    without = {"enable_fsdp_float8_all_gather": False, "pad_inner_dim": False, "emulate": False}
+    if config.emulate:
+        raise ConfigError(
+            "AORecipeKwargs: Float8LinearConfig(emulate=True) is not supported: on a CPU float8 is emulated in any "
+            "case, and on a GPU it never is. Leave it out."
+        )
+    without = {"enable_fsdp_float8_all_gather": False, "pad_inner_dim": False}
     plain = replace(config, **without)
     for recipe in ("tensorwise", "rowwise"):
         if plain == replace(from_name(recipe), **without):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -23,7 +23,10 @@ from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING
 
 ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
 _OF_RECIPES = {"float8_all_gather", "te_scaling"}
+_OF_FLOAT8 = ("float8_recipe", "float8_all_gather", "float8_pad_inner_dim", "te_scaling")
 _SETTINGS = {field.name for field in dataclasses.fields(AccelerateSettings)}
+
+_DEFAULTS = ParallelConfig()
 
 
 @dataclass(frozen=True, init=False)
@@ -46,6 +49,9 @@ class HyperPodPlugin(AcceleratorSpec):
         ConfigError: unknown options, invalid values or combinations.
     """
 
+    _told: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Options of float8 that the program itself has given, not the launcher or its file."""
+
     def __init__(
         self,
         config: ConfigSource | None = None,
@@ -56,10 +62,13 @@ class HyperPodPlugin(AcceleratorSpec):
         **options: Any,
     ) -> None:
         source, asked = _read(config_path() if config is None else config)
+        told = set(options) | (set(source) if isinstance(source, Mapping) else set())
+        others = set(_OF_FLOAT8) - set(asked) - told
         asked |= options
         settings = AccelerateSettings(**{name: asked.pop(name) for name in _SETTINGS & set(asked)})
         later = {name: asked.pop(name) for name in _OF_RECIPES & set(asked)}  # need the recipe that `fp8` may imply
         parallel = ParallelConfig.of(source, **asked)
+        told |= {name for name in others if getattr(parallel, name) != getattr(_DEFAULTS, name)}
         if settings.fp8 != "off" and parallel.precision == "32-true":
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
         if settings.fp8 != "off" and parallel.float8_recipe == "none":
@@ -73,6 +82,7 @@ class HyperPodPlugin(AcceleratorSpec):
             "comm": comm or CommOptions(),
             "timeout_s": timeout_s,
             "non_finite": non_finite,
+            "_told": _names_of_float8(told, settings),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -88,7 +98,9 @@ class HyperPodPlugin(AcceleratorSpec):
         given = {} if config_path() else options_in(accelerate_variables())
         if "float8_recipe" in options:
             given.pop("float8_all_gather", None)  # of the recipe that the variables imply
-        return cls(**(given | options))
+        plugin = cls(**(given | options))
+        object.__setattr__(plugin, "_told", plugin._told - (set(given) - set(options)))
+        return plugin
 
     # -- the Accelerator ---------------------------------------------------------------------------------------------
 
@@ -135,7 +147,7 @@ class HyperPodPlugin(AcceleratorSpec):
         chosen = options_in(of_fp8 | {"ACCELERATE_MIXED_PRECISION": name})
         if self.config.float8_recipe != "none":  # the plugin says more than the name of the precision
             chosen = {"precision": chosen["precision"]}
-        return self._with(chosen)
+        return self._with({name: value for name, value in chosen.items() if name not in self._told})
 
     def _with_recipe(self, handler: Any, *others: Any) -> "HyperPodPlugin":
         """Return this plugin with what a recipe of Accelerate asks for.
@@ -145,7 +157,8 @@ class HyperPodPlugin(AcceleratorSpec):
             *others: more of them.
 
         Raises:
-            ConfigError: there are several, or it is not served, or the plugin's precision is another one.
+            ConfigError: there are several, or it is not served, or the plugin's precision is another one, or options
+                that the program gave the plugin are.
         """
         if others:
             raise ConfigError("kwargs_handlers has several recipes of fp8. Give one of them.")
@@ -161,10 +174,6 @@ class HyperPodPlugin(AcceleratorSpec):
                 f"kwargs_handlers has {name}, but the precision is not fp8. Give mixed_precision='fp8', too, or leave "
                 "it out."
             )
-        if self.settings.fp8 == "off" and recipe != asked["float8_recipe"]:
-            raise ConfigError(
-                f"{name} asks for float8_recipe={asked['float8_recipe']!r}, and the plugin for {recipe!r}. Give one."
-            )
         if self.settings.fp8 == "te" and asked["fp8"] != "te":
             raise ConfigError(f"{name} is for torchao, and the plugin has fp8='te'. Give one of them.")
         config = dataclasses.replace(
@@ -174,13 +183,26 @@ class HyperPodPlugin(AcceleratorSpec):
             float8_pad_inner_dim=False,
             te_scaling=DEFAULT_SCALING,
         )
-        return self._with(asked, config)
+        plugin = self._with(asked, config)
+        for option in ("fp8", *_OF_FLOAT8):
+            wanted, own = plugin._option(option), self._option(option)
+            if option in self._told and wanted != own:
+                raise ConfigError(
+                    f"{name} asks for {option}={wanted!r}, and the plugin for {own!r}. Give one of them, or the same "
+                    "in both."
+                )
+        return plugin
+
+    def _option(self, name: str) -> Any:
+        return getattr(self.settings if name in _SETTINGS else self.config, name)
 
     def _with(self, asked: Mapping[str, Any], config: ParallelConfig | None = None) -> "HyperPodPlugin":
         """Return this plugin with other options, and with another configuration under them."""
         fields = {field: getattr(self.settings, field) for field in _SETTINGS}
         own: dict[str, Any] = {"comm": self.comm, "timeout_s": self.timeout_s, "non_finite": self.non_finite}
-        return HyperPodPlugin(self.config if config is None else config, **(own | fields | dict(asked)))
+        plugin = HyperPodPlugin(self.config if config is None else config, **(own | fields | dict(asked)))
+        object.__setattr__(plugin, "_told", self._told)
+        return plugin
 
     def _check(self) -> None:
         if not self.timeout_s > 0:
@@ -196,6 +218,11 @@ class HyperPodPlugin(AcceleratorSpec):
                 f"fp8={self.settings.fp8!r} keeps parameters in float32 and computes the rest in bfloat16, so it "
                 f"excludes precision={self.config.precision!r}. Leave precision out."
             )
+
+
+def _names_of_float8(told: set[str], settings: AccelerateSettings) -> frozenset[str]:
+    names = told & set(_OF_FLOAT8)
+    return frozenset(names | {"fp8"} if "fp8" in told and settings.fp8 != "off" else names)
 
 
 def _read(source: ConfigSource | None) -> tuple[ParallelConfig | Mapping[str, Any] | str | Path | None, dict[str, Any]]:

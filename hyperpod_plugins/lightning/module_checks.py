@@ -30,7 +30,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.parallelize import refuse_without_float8
+from hyperpod_plugins.parallel.parallelize import match_float8
 from hyperpod_plugins.parallel.topology import AXES, Topology
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
@@ -70,9 +70,9 @@ def refuse_other_types(module: LightningModule, config: ParallelConfig) -> None:
     Parameters and layers cannot be converted after sharding; the strategy converts modules that it shards itself.
 
     Raises:
-        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype, or `float8_recipe` is given.
+        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype; see also `match_float8`.
     """
-    refuse_without_float8(module, config)
+    match_float8(module, config)
     if config.precision != "bf16-true":
         return
     others = [

@@ -11,6 +11,7 @@ nothing. Names do not change, so `replace_stale_parameters` maps each old parame
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -37,11 +38,11 @@ from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import split_contexts
 from hyperpod_plugins.parallel.host_optimizer import HostMemory, check_host_optimizers, keep_on_host
-from hyperpod_plugins.parallel.hsdp import fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
+from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
-from hyperpod_plugins.precision.float8 import is_converted
+from hyperpod_plugins.precision.float8 import Conversion, conversions_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ def parallelize(
 
     Existing values are copied from global rank 0, so that all ranks start from the same model. Values that do not
     exist yet (the model was built under `delayed_init`, or on the meta device) are initialized last, when each rank
-    stores only its shard. A model that contains an `FSDPModule` is returned unchanged.
+    stores only its shard. A model that contains an `FSDPModule` is returned unchanged, except that the weights of its
+    float8 layers are gathered as `float8_all_gather` says.
 
     Args:
         model: a plain module, with real parameters, delayed ones, or both.
@@ -74,15 +76,17 @@ def parallelize(
             must not be used afterwards. See also `apply_offload`.
         InitializationError: a parameter without a value cannot be initialized.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        refuse_without_float8(model, config)
-        apply_offload(model, config)
-        return model  # already sharded, by the user or by an earlier call
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_sharded:
+        match_float8(model, config)
     if config.float8_recipe == "te-fp8" and not averages_replicas:
         raise ConfigError(
             "float8_recipe='te-fp8' cannot be combined with reproducible=True or AdaScale: its scales depend on how a "
             "batch is split among ranks. Use float8_recipe='tensorwise'."
         )
+    if is_sharded:
+        apply_offload(model, config)
+        return model  # already sharded, by the user or by an earlier call
     remember_parameters(model)
     rebind(model)
     plan = plan_for(model, config)
@@ -159,21 +163,49 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
         log.warning("%s", done)
 
 
-def refuse_without_float8(model: nn.Module, config: ParallelConfig) -> None:
-    """Raise if a model is sharded already, but was not converted as `float8_recipe` says.
+def match_float8(model: nn.Module, config: ParallelConfig) -> None:
+    """Check that a model that is sharded already was converted as the configuration says, as its layers cannot be now.
+
+    Only how FSDP2 gathers their weights can still be set, if the model has not run yet: as `float8_all_gather` says.
 
     Raises:
-        ConfigError: so it is; sharded layers cannot be converted.
+        ConfigError: the model was not converted, or with another recipe, other padding or other scaling, or its weights
+            are gathered in another way.
     """
-    if config.float8_recipe != "none" and not is_converted(model):
+    kind, made = type(model).__name__, conversions_of(model)
+    if config.float8_recipe != "none" and not made:
         raise ConfigError(
-            f"float8_recipe={config.float8_recipe!r}, but this {type(model).__name__} was sharded by the program, so "
+            f"float8_recipe={config.float8_recipe!r}, but this {kind} was sharded by the program, so "
             "that its layers cannot be converted any more. Leave the sharding to this package, or float8_recipe out."
+        )
+    for name, conversion in made.items():
+        for option in fields(Conversion):
+            asked, found = getattr(config, option.name), getattr(conversion, option.name)
+            if asked != found:
+                raise ConfigError(
+                    f"{option.name}={asked!r}, but {name} of this {kind}, which is sharded already, was converted with "
+                    f"{option.name}={found!r}, and cannot be converted again. Use that, or give a new model."
+                )
+    use_float8_gathers(model, config)
+    gathered = config.float8_all_gather
+    others = [
+        name
+        for name, each in made.items()
+        if each.float8_recipe == "tensorwise" and model.get_submodule(name).is_gathered_in_float8 != gathered
+    ]
+    if others:
+        raise ConfigError(
+            f"float8_all_gather={gathered}, but the weight of {others[0]} of this {kind}, which is sharded already, is "
+            f"{'not ' if gathered else ''}gathered in float8. Use float8_all_gather={not gathered}, or a new model."
         )
 
 
 def use_float8_gathers(model: nn.Module, config: ParallelConfig) -> None:
-    """Let FSDP2 gather the weights of a sharded model's float8 layers in float8, as `float8_all_gather` says."""
+    """Let FSDP2 gather the weights of a sharded model's float8 layers in float8, as `float8_all_gather` says.
+
+    Raises:
+        ConfigError: see `gather_in_float8`.
+    """
     if config.float8_all_gather:
         from hyperpod_plugins.precision.float8_gather import gather_in_float8  # needs torchao
 

@@ -31,6 +31,7 @@ FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
 _BLOCK_SCALED = ("mxfp8", "nvfp4")
 _SIDE = 16
 _NEEDED = (8, 9)
+_CONVERSION = "float8_conversion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +90,18 @@ def check_float8_library(recipe: Float8Recipe) -> None:
         raise MissingExtraError(library, extra, f"float8_recipe={recipe!r}")
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Whether a layer of a model is one that `convert_linears` makes."""
-    return any(type(part).__module__.startswith(f"{__package__}.") for part in model.modules())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """How a layer was converted, by the names of `ParallelConfig`; each converted layer has it in `_CONVERSION`."""
+
+    float8_recipe: Float8Recipe
+    float8_pad_inner_dim: bool = False
+    te_scaling: TeScaling = DEFAULT_SCALING
+
+
+def conversions_of(model: nn.Module) -> dict[str, Conversion]:
+    """How the layers of a model were converted by `convert_linears`, by their names; without the other layers."""
+    return {name: vars(part)[_CONVERSION] for name, part in model.named_modules() if _CONVERSION in vars(part)}
 
 
 def convert_linears(
@@ -150,6 +160,9 @@ def convert_linears(
 
         for name in converted:
             to_float8(linears[name], recipe, is_emulated=is_emulated, pads_inner_dim=pads_inner_dim)
+    conversion = Conversion(float8_recipe=recipe, float8_pad_inner_dim=pads_inner_dim, te_scaling=te_scaling)
+    for name in converted:
+        vars(model.get_submodule(name))[_CONVERSION] = conversion
     sizes = {name: _local_shape(part).numel() for name, part in linears.items()}
     return ConvertedLinears(
         recipe=recipe,

@@ -27,6 +27,7 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import amax_to_scale
 
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.precision.float8_linear import Float8Linear
 
 # FSDP2's parameters have no public API. Their extension points are documented in [Note: FSDP tensors] of torch.
@@ -36,17 +37,27 @@ from hyperpod_plugins.precision.float8_linear import Float8Linear
 def gather_in_float8(parameter_groups: Iterable[Any]) -> int:
     """Let FSDP2 gather the weights of layers with a scale for a whole tensor in float8, in place.
 
-    Call it after `fully_shard`. Parameters remain DTensors of the type that they have.
+    Call it after `fully_shard`, and before the model has run. Parameters remain DTensors of the type that they have.
+    Weights that are gathered in float8 already are left as they are.
 
     Args:
         parameter_groups: FSDP2's parameter groups.
 
     Returns:
-        The number of such weights.
+        The number of weights for which this is new.
+
+    Raises:
+        ConfigError: FSDP2 has gathered such a weight in another type already, whose memory it would use again.
     """
     number = 0
     for group in parameter_groups:
         weights = [each for each in group.fsdp_params if _is_weight_of_float8(each)]
+        weights = [each for each in weights if not isinstance(each, _Float8Param)]
+        if any("_unsharded_param" in vars(each) for each in weights):
+            raise ConfigError(
+                "float8_all_gather=True, but this model has run already with weights that FSDP2 gathered in another "
+                "type. Ask for it before the model runs for the first time, or leave float8_all_gather out."
+            )
         unit = _Float8Unit(weights)
         for each in weights:
             each.__class__ = _Float8Param

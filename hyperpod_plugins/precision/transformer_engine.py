@@ -11,7 +11,11 @@ layers. What a step has done to buffers is undone, replacements and joiners get 
 
 [Note: one region] Transformer Engine reduces when `autocast` is left, and a layer that has run twice by then has lost
 the values of its first call. So the model's forward, or Lightning's step, is one region; layers that run outside of it
-or twice in it are refused. Recomputation would do both. Evaluations are in bfloat16 and change no scales.
+or twice in it are refused. Recomputation would do both.
+
+[Note: evaluations] A forward without gradients, or of a model in eval mode, is in bfloat16 and changes no scales. If a
+backward follows the latter, the model would train in bfloat16, so that backward is refused. A model without dropout is
+trained in float8 in training mode, with its dropout layers in eval mode.
 """
 
 import gc
@@ -108,7 +112,7 @@ def to_transformer_engine(
     is_available, reason = manager.is_fp8_available()
     if not is_available:
         raise ConfigError(f"float8_recipe='te-fp8': Transformer Engine says {reason!r}. Leave float8_recipe out.")
-    region = _Region(_library(), _recipe(scaling))
+    region = _Region(model, _library(), _recipe(scaling))
     made = {id(each): _converted(each, region, device) for each in linears.values()}
     for name, part in [*model.named_modules(remove_duplicate=False)]:
         if id(part) in made:
@@ -120,7 +124,7 @@ def to_transformer_engine(
             manager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
             for name, tensor in _scales_of(layer).items():
                 layer.register_buffer(name, tensor)
-    model.register_forward_pre_hook(lambda module, _: region.enter(module))
+    model.register_forward_pre_hook(lambda module, _: region.enter(module, num_calls=1))
     model.register_forward_hook(lambda *_: region.leave(), always_call=True)
     _regions[model] = region
     _trained.append(weakref.ref(model))
@@ -133,19 +137,18 @@ def float8_region(model: nn.Module) -> Generator[None]:
     if region is None:
         yield
         return
-    region.enter(model)
-    try:
+    with region.step(model):
         yield
-    finally:
-        region.leave()
 
 
 class _Region:
     """Where layers compute in float8: from the outermost `enter` to its `leave`. For one thread."""
 
-    def __init__(self, library: Any, recipe: Any) -> None:
+    def __init__(self, model: nn.Module, library: Any, recipe: Any) -> None:
+        self._model = weakref.ref(model)
         self._library, self._recipe = library, recipe
         self._depth = 0
+        self._is_step = False
         self._context: Any = None
         """Of Transformer Engine; None in an evaluation."""
         self._ran: set[int] = set()
@@ -158,8 +161,30 @@ class _Region:
             return newer(enabled=True, recipe=self._recipe)
         return self._library.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
 
-    def enter(self, model: nn.Module) -> None:
-        """Begin a region, or a part of the one that is open."""
+    @contextmanager
+    def step(self, model: nn.Module) -> Generator[None]:
+        """Context of a step, in which forwards of the model are parts of one region."""
+        self.enter(model, num_calls=0)
+        depth, was_step, self._is_step = self._depth, self._is_step, True
+        try:
+            yield
+        finally:
+            self._depth, self._is_step = depth, was_step  # an interrupted forward inside has not left
+            self.leave()
+
+    def enter(self, model: nn.Module, *, num_calls: int) -> None:
+        """Begin a region, or a part of the one that is open.
+
+        torch runs no hooks after an exception that is no `Exception`, such as KeyboardInterrupt, so the forward that it
+        ends leaves its region open. What such a forward has left is discarded here.
+
+        Args:
+            model: that was converted.
+            num_calls: number of calls of the model that are running, if this is the outermost `enter`.
+        """
+        if self._depth and not self._is_step and _num_calls(model) <= num_calls:
+            self._depth = 0
+            self._close(reduces=False)
         self._depth += 1
         if self._depth > 1 or not (model.training and torch.is_grad_enabled()):
             return
@@ -175,13 +200,25 @@ class _Region:
         After an exception, nothing is reduced: other ranks, which had none, are elsewhere.
         """
         self._depth = max(self._depth - 1, 0)
-        if self._depth or self._context is None:
+        if not self._depth:
+            self._close(reduces=sys.exc_info()[1] is self._handled)
+
+    def _close(self, *, reduces: bool) -> None:
+        context, self._context, self._handled = self._context, None, None
+        if context is not None:
+            with nullcontext() if reduces else torch.no_grad():
+                context.__exit__(None, None, None)
+
+    def guard(self, result: Tensor) -> None:
+        """Refuse a backward through a layer's result of an evaluation; see [Note: evaluations].
+
+        Without trainable parameters there is nothing to train, and a program may ask for gradients of inputs.
+        """
+        model = self._model()
+        if self._context is not None or model is None or not (torch.is_grad_enabled() and result.requires_grad):
             return
-        context, self._context = self._context, None
-        has_failed = sys.exc_info()[1] is not self._handled
-        self._handled = None
-        with torch.no_grad() if has_failed else nullcontext():
-            context.__exit__(None, None, None)
+        if any(each.requires_grad for each in model.parameters()):
+            result.register_hook(_refuse_backward)
 
     def check(self, layer: Any) -> None:
         """Raise if a layer runs outside of a region, or twice in it.
@@ -193,8 +230,8 @@ class _Region:
             if layer.training and torch.is_grad_enabled():
                 raise ConfigError(
                     "float8_recipe='te-fp8': a layer runs outside of the forward of the model that was given to "
-                    "parallelize, or again in backward (recomputation). Call the model as a whole, without "
-                    "recomputation, or use float8_recipe='tensorwise'."
+                    "parallelize, or while that one is in eval mode, or again in backward (recomputation). Call the "
+                    "model as a whole, in training mode and without recomputation, or use float8_recipe='tensorwise'."
                 )
             return
         if id(layer) in self._ran:
@@ -208,6 +245,23 @@ class _Region:
                 "float8_recipe='te-fp8': the scales of a layer are no longer its buffers, so recovery and checkpoints "
                 "would miss them. Do not convert or move the model after parallelize."
             )
+
+
+def _num_calls(model: nn.Module) -> int:
+    """Number of calls of a module that are running in this thread."""
+    code, number, frame = nn.Module._call_impl.__code__, 0, sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        number += frame.f_code is code and frame.f_locals["self"] is model
+        frame = frame.f_back
+    return number
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise ConfigError(
+        "float8_recipe='te-fp8': a backward follows a forward in eval mode, which was in bfloat16. Call model.train(), "
+        "and eval() only on its dropout layers to train without dropout. For gradients of inputs alone, let no "
+        "parameter require gradients (requires_grad_(False))."
+    )
 
 
 _regions: "weakref.WeakKeyDictionary[nn.Module, _Region]" = weakref.WeakKeyDictionary()
@@ -269,6 +323,7 @@ def _converted(linear: nn.Linear, region: _Region, device: torch.device) -> Any:
     layer.bias = linear.bias if has_bias else torch.empty(0, dtype=weight.dtype, device=device)
     layer.train(linear.training)
     layer.register_forward_pre_hook(lambda module, _: region.check(module))
+    layer.register_forward_hook(lambda _module, _inputs, result: region.guard(result))
     return layer
 
 

@@ -154,6 +154,70 @@ def test_the_handler_of_torchao_is_served_or_refused_by_name():
         of_recipe(AORecipeKwargs(), fp8="te")
 
 
+def test_options_that_the_program_gave_the_plugin_are_not_reset_by_a_handler(monkeypatch):
+    pytest.importorskip("torchao")
+    from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_transformer_engine_available", lambda: True)
+    rowwise = Float8LinearConfig.from_recipe_name("rowwise")
+    tensorwise = Float8LinearConfig.from_recipe_name("tensorwise")
+    for handler, options, told in (
+        (
+            TERecipeKwargs(),
+            {"fp8": "te", "te_scaling": {"margin": 2}},
+            r"TERecipeKwargs asks for te_scaling=.*margin=0",
+        ),
+        (AORecipeKwargs(config=tensorwise), {"fp8": "torchao", "float8_all_gather": True}, "float8_all_gather=False"),
+        (
+            AORecipeKwargs(),
+            {"fp8": "torchao", "float8_all_gather": False},
+            "float8_all_gather=True, and the plugin for",
+        ),
+        (AORecipeKwargs(), {"float8_pad_inner_dim": False}, "float8_pad_inner_dim=True, and the plugin for False"),
+        (
+            AORecipeKwargs(config=rowwise),
+            {"fp8": "torchao", "float8_pad_inner_dim": True},
+            "float8_pad_inner_dim=False",
+        ),
+        (
+            AORecipeKwargs(),
+            {"fp8": "torchao", "float8_recipe": "rowwise"},
+            "float8_recipe='tensorwise', and the plugin",
+        ),
+        (TERecipeKwargs(), {"fp8": "torchao"}, "TERecipeKwargs asks for fp8='te', and the plugin for 'torchao'"),
+        (
+            AORecipeKwargs(config=tensorwise),
+            {"config": {"float8_recipe": "tensorwise", "float8_all_gather": True, "precision": "bf16-mixed"}},
+            "float8_all_gather=False, and the plugin for True",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            of_recipe(handler, **options)
+    same = TeScaling(margin=2, amax_compute_algo="most_recent")
+    assert of_recipe(TERecipeKwargs(margin=2), fp8="te", te_scaling=same).te_scaling == same
+    assert of_recipe(AORecipeKwargs(), fp8="torchao", float8_all_gather=True).float8_all_gather
+    assert not HyperPodPlugin(float8_pad_inner_dim=False)._with_precision("fp8").config.float8_pad_inner_dim
+    emulated = dataclasses.replace(tensorwise, emulate=True)
+    with pytest.raises(ConfigError, match=r"emulate=True\) is not supported"):
+        of_recipe(AORecipeKwargs(config=emulated))
+
+
+def test_a_handler_overrides_what_the_launcher_says(monkeypatch):
+    """As it does in Accelerate."""
+    pytest.importorskip("torchao")
+    from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    setenv(monkeypatch, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"})
+    plugin = HyperPodPlugin.from_environ()
+    assert plugin.config.float8_all_gather
+    rowwise = AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("rowwise"))
+    assert plugin._with_recipe(rowwise).config.float8_recipe == "rowwise"
+    with pytest.raises(ConfigError, match="float8_all_gather=False, and the plugin for True"):
+        HyperPodPlugin.from_environ(float8_all_gather=True)._with_recipe(rowwise)
+
+
 def test_the_handler_of_transformer_engine_is_served_or_refused_by_name(monkeypatch):
     from accelerate.utils import TERecipeKwargs
 

@@ -127,7 +127,7 @@ def test_a_model_that_the_program_has_sharded_is_refused():
     """Its layers cannot be converted any more, and it would train in bfloat16."""
     from torch.distributed.fsdp import FSDPModule
 
-    from hyperpod_plugins.parallel.parallelize import parallelize, refuse_without_float8
+    from hyperpod_plugins.parallel.parallelize import match_float8, parallelize
 
     class Sharded(FSDPModule, Model):
         def __new__(cls):  # of a class that `fully_shard` makes
@@ -138,7 +138,92 @@ def test_a_model_that_the_program_has_sharded_is_refused():
         parallelize(Sharded(), None, config)
     model = made()
     convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
-    refuse_without_float8(model, config)
+    match_float8(model, config)
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parallelized(model, **options):
+    from hyperpod_plugins.parallel import build_mesh, parallelize
+
+    config = ParallelConfig(precision="bf16-mixed", **options)
+    return parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+
+
+def test_a_sharded_model_that_was_converted_otherwise_is_refused_by_name(alone):
+    """It would train in another way than it is asked to."""
+    rowwise = {"float8_recipe": "rowwise"}
+    tensorwise = {"float8_recipe": "tensorwise"}
+    gathered = tensorwise | {"float8_all_gather": True}
+    padded = rowwise | {"float8_pad_inner_dim": True}
+    of = "of this FSDPModel, which is sharded already, was converted with"
+    for made_with, asked, told in (
+        (rowwise, tensorwise, f"float8_recipe='tensorwise', but layers.0.up_proj {of} float8_recipe='rowwise'"),
+        (rowwise, gathered, f"float8_recipe='tensorwise', but layers.0.up_proj {of} float8_recipe='rowwise'"),
+        (rowwise, {}, f"float8_recipe='none', but layers.0.up_proj {of} float8_recipe='rowwise'"),
+        (rowwise, padded, f"float8_pad_inner_dim=True, but layers.0.up_proj {of} float8_pad_inner_dim=False"),
+        (
+            gathered,
+            tensorwise,
+            "float8_all_gather=False, but the weight of layers.0.up_proj of this FSDPModel, which is",
+        ),
+    ):
+        model = parallelized(made(), **made_with)
+        assert parallelized(model, **made_with) is model
+        with pytest.raises(ConfigError, match=told):
+            parallelized(model, **asked)
+        module = nn.Sequential(model)  # as a LightningModule around it
+        with pytest.raises(
+            ConfigError, match=told.replace("layers.0", "0.layers.0").replace("FSDPModel", "Sequential")
+        ):
+            parallelized(module, **asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_weights_that_the_program_has_sharded_are_gathered_in_float8_where_they_can_be(alone, dtype):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def sharded():
+        model, mesh = made(), init_device_mesh("cpu", (1,))
+        convert_linears(model, "tensorwise", CPU, blocks=list(model.layers))
+        for each in [*model.layers, model]:
+            fully_shard(each, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        return model
+
+    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for gathers in (False, True):
+        model = parallelized(sharded(), float8_recipe="tensorwise", float8_all_gather=gathers)
+        assert model.layers[1].up_proj.is_gathered_in_float8 == gathers
+        losses = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+        if not gathers:
+            with pytest.raises(ConfigError, match="float8_all_gather=True, but this model has run already"):
+                parallelized(model, float8_recipe="tensorwise", float8_all_gather=True)
+    assert found[0] == found[1]
+    ignored = made()
+    convert_linears(ignored, "tensorwise", CPU, blocks=list(ignored.layers))
+    fully_shard(ignored.head, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(
+        ConfigError, match=r"float8_all_gather=True, but the weight of layers.0.up_proj .* not gathered"
+    ):
+        parallelized(ignored, float8_recipe="tensorwise", float8_all_gather=True)
 
 
 def train(recipe, shard, tensor, precision="bf16-mixed", *, is_delayed=False, **options):

@@ -1,6 +1,8 @@
 """Layers of Transformer Engine, with a stand-in for it: state as buffers, regions, refusals, and equal scales."""
 
+import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,89 @@ def test_a_failed_forward_closes_its_region(library):
     handle.remove()
     model(torch.ones(16, 16))
     assert not torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_an_interrupted_forward_leaves_no_region(library, is_step):
+    """torch runs no hooks after a KeyboardInterrupt, which notebooks and Lightning survive."""
+    from hyperpod_plugins.precision.transformer_engine import float8_region
+
+    model, _ = converted()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def forward():
+        with float8_region(model) if is_step else nullcontext():
+            model(torch.ones(16, 16))
+
+    handle = model[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward()
+    handle.remove()
+    assert torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))  # nothing was reduced
+    forward()
+    assert not torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))
+    assert (library.FP8GlobalStateManager.enabled, library.FP8GlobalStateManager.depth) == (False, 0)
+    handle = model[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(16, 16))
+    handle.remove()
+    with float8_region(model):  # after a forward outside of a step
+        model(torch.ones(16, 16))
+    assert (library.FP8GlobalStateManager.enabled, library.FP8GlobalStateManager.depth) == (False, 0)
+
+
+def test_a_forward_within_a_forward_is_not_taken_for_an_interrupted_one(library):
+    model, _ = converted()
+    is_inside = []
+
+    def again(*_):
+        if not is_inside:
+            is_inside.append(True)
+            model(torch.ones(16, 16))
+
+    model[2].register_forward_pre_hook(again)
+    with pytest.raises(ConfigError, match="a layer runs twice in one forward"):
+        model(torch.ones(16, 16))
+
+
+def test_a_backward_in_eval_mode_is_refused(library):
+    """It would train in bfloat16 without a word."""
+    model, _ = converted()
+    x = torch.ones(16, 16)
+    model.eval()
+    kept = {name: each.clone() for name, each in model.named_buffers()}
+    result = model(x)
+    assert torch.equal(result, made()(x))
+    with pytest.raises(ConfigError, match="a backward follows a forward in eval mode"):
+        result.square().mean().backward()
+    assert all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
+    model.train()
+    model[1].eval()  # layers without dropout
+    model(x).square().mean().backward()
+    assert not torch.equal(model[1].up.fp8_scale_fwd, torch.ones(3))
+    model.requires_grad_(False).eval()
+    of_inputs = torch.ones(16, 16, requires_grad=True)
+    model(of_inputs).square().mean().backward()
+    assert of_inputs.grad.abs().sum() > 0
+    model[0].weight.requires_grad_()  # of a layer that is not converted, as an adapter is
+    with pytest.raises(ConfigError, match="a backward follows a forward in eval mode"):
+        model(x).square().mean().backward()
+
+
+def test_a_sharded_model_with_another_scaling_is_refused(library):
+    from hyperpod_plugins.parallel.parallelize import match_float8
+
+    model, _ = converted(TeScaling(margin=1))
+    config = ParallelConfig(float8_recipe="te-fp8", precision="bf16-mixed", te_scaling=TeScaling(margin=1))
+    match_float8(nn.Sequential(model), config)
+    with pytest.raises(
+        ConfigError, match=r"te_scaling=TeScaling\(.*margin=0.* was converted with te_scaling=.*margin=1"
+    ):
+        match_float8(model, dataclasses.replace(config, te_scaling=TeScaling()))
+    with pytest.raises(ConfigError, match=r"float8_recipe='rowwise', but 1\.up of this Sequential"):
+        match_float8(model, ParallelConfig(float8_recipe="rowwise", precision="bf16-mixed"))
 
 
 def test_layers_outside_of_a_region_or_twice_in_it_are_refused(library):
