@@ -77,6 +77,7 @@ from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
+from hyperpod_plugins.parallel.host_optimizer import uses_host_memory
 from hyperpod_plugins.parallel.hsdp import (
     fsdp_units,
     reduce_root_in_backward,
@@ -395,8 +396,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         )
         if is_fit:
             self._drops_gradients = not needs_previous_gradients(trainer, module)
-            if not (self.config.param_offload or self.config.optimizer_offload):
-                optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device([each for each in self.optimizers if not uses_host_memory(each)], self.root_device)
             if self._average is not None and not is_replay:
                 self._average.begin(module)
             self._begin_fit(trainer, module)

@@ -62,9 +62,13 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     with_gradient = list(parameters)
     norm = gradient_norm(with_gradient, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    converted: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for gradient in _gradients(with_gradient):
         local = local_part(gradient)
-        local.mul_(factor.to(local.device, local.dtype))
+        kind = local.device, local.dtype
+        if kind not in converted:
+            converted[kind] = factor.to(*kind)
+        local.mul_(converted[kind])
     return norm
 
 

@@ -57,7 +57,7 @@ def _hooks_of(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:
     """Whether a hook is neither of this package nor of torch (such as the profiler's)."""
-    return hook.__module__.partition(".")[0] not in (_PACKAGE, "torch")
+    return (hook.__module__ or "").partition(".")[0] not in (_PACKAGE, "torch")
 
 
 def is_compiled(step: Any) -> bool:

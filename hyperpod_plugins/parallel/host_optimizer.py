@@ -4,13 +4,15 @@ With `param_offload`, FSDP2 keeps parameters and gradients in host memory, so an
 needs no help. With `optimizer_offload`, parameters and gradients stay on the device and only the state of the optimizer
 lies in host memory, which is where a step computes:
 
+    pre-hook       torch's step is given another optimizer object of the same class as its `self`
     closure        gradients are computed; they and the parameters are copied to the host (pinned, allocated once)
-    torch's step   on plain host tensors: the optimizer holds host copies in place of the parameters
-    post-hook      the updated parameters are copied back; the optimizer holds the parameters again
+    torch's step   on plain host tensors, which that object holds in place of the parameters
+    post-hook      the updated parameters are copied back, and the optimizer gets the state of the other object
 
-Outside a step, an optimizer's `state` has the parameters as keys, as always, and DTensors whose local parts are on the
-CPU as values. So recovery, snapshots and checkpoints need to know only where to allocate state that does not exist yet.
-Host copies of parameters are filled anew in each step: nothing in them has to be kept, sent or saved.
+An optimizer itself always holds its parameters: its `state` has them as keys, as always, and DTensors whose local parts
+are on the CPU as values. So recovery, snapshots and checkpoints need to know only where to allocate state that does not
+exist yet. Host copies of parameters are filled anew in each step: nothing in them has to be kept, sent or saved. After
+an exception in a step nothing is copied back. As in any interrupted step, moments may have been updated.
 
 One pair of hooks on the steps of all optimizers does this for each optimizer that holds such parameters, in every loop.
 
@@ -23,13 +25,15 @@ bitwise that of the optimizer without the option.
 # FSDP2's parameters have no public API.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -57,20 +61,25 @@ _kept: "WeakKeyDictionary[Any, HostMemory]" = WeakKeyDictionary()  # by FSDP2's 
 # itself must have no weak references, nor keeps its attributes, when a module moves it (`torch.utils.swap_tensors`)
 _staged: "WeakKeyDictionary[Any, _Staged]" = WeakKeyDictionary()
 _hooks: list[RemovableHandle] = []
-_running: "WeakKeyDictionary[Optimizer, HostStep]" = WeakKeyDictionary()
 
 
-def keep_on_host(model: nn.Module, what: HostMemory) -> None:
+def keep_on_host(model: nn.Module, *, optimizer_state: bool = False) -> None:
     """Have optimizers of a sharded model's parameters keep their state in host memory.
+
+    This concerns all parameters that FSDP2 keeps there, also where the program has sharded only a part of them so.
 
     Args:
         model: sharded by FSDP2.
-        what: `PARAMETER` if FSDP2 keeps the parameters there.
+        optimizer_state: whether this also concerns parameters on the device.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-    _kept.update(dict.fromkeys(fsdp_parameters(model), what))
+    for each in fsdp_parameters(model):
+        if each.offload_to_cpu:
+            _kept[each] = HostMemory.PARAMETER
+        elif optimizer_state:
+            _kept[each] = HostMemory.STATE
 
 
 def ids_with_host_state() -> set[int]:
@@ -81,6 +90,11 @@ def ids_with_host_state() -> set[int]:
 def steps_on_host(optimizer: Optimizer) -> bool:
     """Whether `optimizer_offload` applies to any parameter of an optimizer."""
     return HostMemory.STATE in _options_of(optimizer)
+
+
+def uses_host_memory(optimizer: Optimizer) -> bool:
+    """Whether any parameter of an optimizer, or its state, lies in host memory by one of the options."""
+    return bool(_options_of(optimizer))
 
 
 def check_host_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -128,34 +142,31 @@ def _options_of(optimizer: Optimizer) -> set[HostMemory]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Step pre-hook of all optimizers: has the step begin on the host once its closure has computed gradients.
+    """Step pre-hook of all optimizers: has torch's step run on the host once its closure has computed gradients."""
+    return _host_step_for(optimizer, args, kwargs, torch.compiler.is_compiling()) if _kept else None
 
-    The closure comes after all other pre-hooks, which thus see the optimizer with its parameters.
-    """
-    end_host_step(optimizer)  # of a step that an exception has ended
+
+@_disable_dynamo  # if a compiled function calls the step, dynamo compiles the hook, too, and must not compile this
+def _host_step_for(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], is_compiling: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     options = _options_of(optimizer)
     _check(optimizer, options)
     if HostMemory.STATE not in options:
         return None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-
-    def computed() -> Any:
-        result = None if closure is None else closure()
-        step = _running[optimizer] = HostStep(optimizer)
-        step.begin()
-        return result
-
-    return args[:1], {**kwargs, "closure": computed}
+    if is_compiling:
+        raise ConfigError(
+            f"optimizer_offload=True has {type(optimizer).__name__} step in host memory, but a compiled function calls "
+            "its step. Call it outside of what torch.compile compiles, or leave the option out."
+        )
+    step = HostStep(optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+    return (step.on_host,), {**kwargs, "closure": step}
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    end_host_step(optimizer)
-
-
-def end_host_step(optimizer: Optimizer) -> None:
-    """Give an optimizer its parameters back, if it holds host copies of them; also after an exception in its step."""
-    step = _running.pop(optimizer, None)
-    if step is not None:
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Step post-hook of all optimizers, with the arguments that `_before_step` has returned."""
+    step = kwargs.get("closure")
+    if isinstance(step, HostStep):
         step.end()
 
 
@@ -166,6 +177,7 @@ class _Staged:
         """Allocate memory for a parameter with this local part."""
         num_bytes = -(-local.nbytes // _ALIGNMENT) * _ALIGNMENT
         block = allocate_near(local.device, 2 * num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+        self._block = block  # pinned until this object is freed; views do not keep it
         self.parameter, self.gradient = (
             block[start : start + local.nbytes].view(local.dtype).view(local.shape) for start in (0, num_bytes)
         )
@@ -176,20 +188,34 @@ class _Staged:
 
 
 class HostStep:
-    """One step of an optimizer on host copies of its parameters."""
+    """One step of an optimizer on host copies of its parameters; it is the closure of torch's step."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Copy nothing yet.
+
+        Args:
+            optimizer: optimizer that is about to step.
+            closure: computes gradients; None if they have been computed.
+        """
         self._optimizer = optimizer
-        self._params: list[list[Tensor]] = []
-        """The parameters of each group."""
+        self._closure = closure
+        self.on_host: Optimizer = object.__new__(type(optimizer))
+        """Steps in place of the optimizer: has its attributes, and from `begin` on host copies of its parameters."""
+        vars(self.on_host).update(vars(optimizer))
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         """Parameter and host copy, by `id` of the parameter."""
         self._given: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """State of each of these parameters, and what the optimizer was given in its place, by `id` of the copy."""
+        """State of each of these parameters, and its parts in host memory, by `id` of the copy."""
+
+    def __call__(self) -> Any:
+        """Compute gradients, then copy them and the parameters to the host."""
+        result = None if self._closure is None else self._closure()
+        self.begin()
+        return result
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Copy the parameters that have a gradient, and their gradients, and give the optimizer the copies."""
+        """Give `on_host` copies of the parameters that have a gradient, and their state; nothing else is changed."""
         owned = {id(each.sharded_param): each for each, what in _kept.items() if what is HostMemory.STATE}
         groups, devices = self._optimizer.param_groups, set[torch.device]()
         for group in groups:
@@ -200,50 +226,57 @@ class HostStep:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self._params = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [self._twins.get(id(each), (each, each))[1] for each in group["params"]]
-        self._exchange_state()
+        own = vars(self.on_host)
+        own.update(vars(self._optimizer))  # the closure may have changed attributes
+        own["param_groups"] = [
+            {**group, "params": [self._twins.get(id(each), (each, each))[1] for each in group["params"]]}
+            for group in groups
+        ]
+        own["state"] = self._host_state()
 
-    def _exchange_state(self) -> None:
-        """Give the optimizer the state of the copies; its order stays the same on all replicas of a shard."""
-        state = self._optimizer.state
-        entries = list(state.items())
-        state.clear()
-        for key, values in entries:
+    def _host_state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """The state with the copies as keys; its order stays the same on all replicas of a shard."""
+        found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for key, values in self._optimizer.state.items():
             if id(key) in self._twins:
                 twin = self._twins[id(key)][1]
                 given = {name: _host_part(value) for name, value in values.items()}
                 self._given[id(twin)] = values, given
-                key, values = twin, dict(given)
-            state[key] = values
+                found[twin] = dict(given)
+            else:
+                found[key] = values
+        return found
 
     @torch.no_grad()
     def end(self) -> None:
-        """Copy the parameters back, and give the optimizer its parameters and their state."""
+        """Copy the parameters back, and give the optimizer what the step has changed in `on_host`."""
+        owners = {id(twin): parameter for parameter, twin in self._twins.values()}
+        after = [
+            (owners[id(key)], self._state_after(owners[id(key)], key, values)) if id(key) in owners else (key, values)
+            for key, values in self.on_host.state.items()
+        ]
         for parameter, twin in self._twins.values():
             _local(parameter).copy_(twin, non_blocking=True)
             twin.grad = None
-        for group, params in zip(self._optimizer.param_groups, self._params, strict=False):
-            group["params"] = params
-        owners = {id(twin): parameter for parameter, twin in self._twins.values()}
         state = self._optimizer.state
-        entries = list(state.items())
-        state.clear()
-        for key, values in entries:
-            owner = owners.get(id(key))
-            state[key if owner is None else owner] = values if owner is None else self._kept_state(owner, key, values)
+        for key, values in after:
+            before = state.setdefault(key, values)
+            if before is not values:  # stays the same object
+                before.clear()
+                before.update(values)
+        for group, stepped in zip(self._optimizer.param_groups, self.on_host.param_groups, strict=True):
+            group.update({name: value for name, value in stepped.items() if name != "params"})
+        own = vars(self.on_host).items()
+        vars(self._optimizer).update({name: value for name, value in own if name not in ("param_groups", "state")})
 
-    def _kept_state(self, parameter: Tensor, twin: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    def _state_after(self, parameter: Tensor, twin: Tensor, values: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter after the step; tensors that were there before stay the same objects."""
         before, given = self._given.get(id(twin), ({}, {}))
         after: dict[str, Any] = {}
         for name, value in values.items():
             is_same = name in given and value is given[name] and _is_on_host(before[name])
             after[name] = before[name] if is_same else _as_state(parameter, value)
-        before.clear()
-        before.update(after)
-        return before
+        return after
 
 
 def _stage(record: Any, parameter: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.elementwise import is_compiled
-from hyperpod_plugins.parallel.host_optimizer import end_host_step, steps_on_host
+from hyperpod_plugins.parallel.host_optimizer import steps_on_host
+from hyperpod_plugins.parallel.hsdp import from_local_like
 
 _ELEMENTWISE = frozenset(
     {
@@ -78,13 +79,8 @@ def step_locally(optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
         closure: computes gradients; runs outside the dispatch mode.
         **kwargs: passed to `optimizer.step`.
     """
-    if is_compiled(vars(optimizer).get("step")):
+    if is_compiled(vars(optimizer).get("step")) or steps_on_host(optimizer):
         return optimizer.step(closure=closure, **kwargs)
-    if steps_on_host(optimizer):
-        try:
-            return optimizer.step(closure=closure, **kwargs)
-        finally:
-            end_host_step(optimizer)
     with ExitStack() as after_closure:
 
         def compute() -> Any:
@@ -109,7 +105,6 @@ def local_steps(optimizers: Sequence[Optimizer]) -> Generator[None]:
                 modes.enter_context(LocalDispatchMode())
 
         for optimizer in optimizers:
-            hooks.callback(end_host_step, optimizer)
             if is_compiled(vars(optimizer).get("step")):
                 continue
             hooks.callback(optimizer.register_step_pre_hook(before).remove)
@@ -218,9 +213,8 @@ def _reduce_partial(result: Any) -> Any:
 
 
 def _distributed(local: Tensor, like: DTensor) -> DTensor:
-    spec = like._spec
     if local.dtype != like.dtype:
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
-    return DTensor(local, spec, requires_grad=False)
+        result = from_local_like(like, local)
+        assert isinstance(result, DTensor)
+        return result
+    return DTensor(local, like._spec, requires_grad=False)

@@ -37,7 +37,7 @@ from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itsel
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import split_contexts
-from hyperpod_plugins.parallel.host_optimizer import HostMemory, check_host_optimizers, keep_on_host
+from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
@@ -123,10 +123,8 @@ def apply_offload(model: nn.Module, config: ParallelConfig) -> None:
             "by the program to stay on the device. Pass offload_policy=CPUOffloadPolicy() to each fully_shard, leave "
             "sharding to this package, or use optimizer_offload=True."
         )
-    if records and not elsewhere:
-        keep_on_host(model, HostMemory.PARAMETER)
-    elif config.optimizer_offload:
-        keep_on_host(model, HostMemory.STATE)
+    if elsewhere < len(records) or config.optimizer_offload:
+        keep_on_host(model, optimizer_state=config.optimizer_offload)
 
 
 def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -> None:

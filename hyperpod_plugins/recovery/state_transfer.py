@@ -237,10 +237,7 @@ class TrainingState:
     def send(self, *ranks: int) -> None:
         """Send the state to some global ranks at once; small messages may not have arrived on return."""
         self._channel.send("header", [self.header()], ranks)
-        messages: list[torch.Tensor] = []
-        for batch in _batches(self.tensors().values()):
-            parts = [_bytes(tensor) for tensor in batch]
-            messages.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        messages = [_message_of(batch) for batch in _batches(self.tensors().values())]
         self._channel.send("tensors", messages, ranks)
 
     def receive(self, rank: int) -> None:
@@ -310,15 +307,15 @@ class TrainingState:
             if not full_name.startswith(prefix):
                 continue
             entry = full_name.removeprefix(prefix)
-            there = present.get(entry)
-            if there is not None and (list(_local(there).shape), str(there.dtype)) == (list(shape), dtype):
-                state[entry] = there  # already allocated
-                continue
             parameter = parameters[entry.rpartition(".")[0]]
             if shape:
                 device = state_device(parameter, on_host)
             else:
                 device = step_count_device(parameter, groups[id(parameter)], on_host)
+            there = present.get(entry)
+            if there is not None and _is_like(_local(there), shape, dtype, device):
+                state[entry] = there  # already allocated
+                continue
             local = torch.empty(shape, dtype=_dtype(dtype), device=device)
             layout = header["optimizers"][index]["layouts"].get(entry)
             state[entry] = (
@@ -335,11 +332,28 @@ def _is_in_place(batch: Sequence[torch.Tensor]) -> bool:
     return len(batch) == 1 and batch[0].is_contiguous()
 
 
+def _is_like(tensor: torch.Tensor, shape: Sequence[int], dtype: str, device: torch.device) -> bool:
+    return (list(tensor.shape), str(tensor.dtype), tensor.device.type) == (list(shape), dtype, device.type)
+
+
+def _message_of(batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of a batch: the memory of its only tensor, or a copy."""
+    if len(batch) == 1:
+        return _bytes(batch[0])
+    device = _message_device(batch)
+    return torch.cat([_bytes(tensor).to(device) for tensor in batch])
+
+
 def _room_for(batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Receive buffer of a batch: the memory of its only tensor, or new memory on the same device."""
+    """Receive buffer of a batch: the memory of its only tensor, or new memory."""
     if _is_in_place(batch):
         return _bytes(batch[0])
-    return torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=batch[0].device)
+    return torch.empty(sum(tensor.nbytes for tensor in batch), dtype=torch.uint8, device=_message_device(batch))
+
+
+def _message_device(batch: Sequence[torch.Tensor]) -> torch.device:
+    """Where the tensors of a batch are packed: on the GPU if one of them is there, otherwise on the CPU."""
+    return next((tensor.device for tensor in batch if tensor.device.type != "cpu"), batch[0].device)
 
 
 def _compare(checksum: int, described: dict[str, Any], whose: str) -> None:
@@ -385,14 +399,17 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
-    """Groups of tensors that form one message: large ones alone, small ones with others on the same device."""
+    """Groups of tensors that form one message: large ones alone, small ones together.
+
+    Only sizes matter, so sender and receiver form the same messages wherever the tensors lie on each of them.
+    """
     batch: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:
         if tensor.nbytes >= ALONE_BYTES:
             yield [tensor]
             continue
-        if batch and (size_bytes + tensor.nbytes > MESSAGE_BYTES or tensor.device != batch[0].device):
+        if batch and size_bytes + tensor.nbytes > MESSAGE_BYTES:
             yield batch
             batch, size_bytes = [], 0
         batch.append(tensor)

@@ -173,6 +173,8 @@ class StepStart:
         self._num_owned = -1
         self._unowned: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
+        self._split: list[DTensor] = []
+        """Those of them that are DTensors."""
         self._counters: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._sums: list[int] = []
@@ -202,6 +204,8 @@ class StepStart:
             self.kept.save()
         memories = {key: local_tensor(parameter) for key, parameter in self.written.items()}
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
+        locals_now = [each._local_tensor for each in self._split]  # FSDP2 may have replaced them in its first forward
+        self._counters = [*self._watched, *locals_now]
         self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
         is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
@@ -224,7 +228,7 @@ class StepStart:
         owned = parameters_of(self._optimizers)
         self._unowned = [each for key, each in parameters.items() if key not in owned]
         self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
-        self._counters = [*self._watched, *(each._local_tensor for each in self._watched if isinstance(each, DTensor))]
+        self._split = [each for each in self._watched if isinstance(each, DTensor)]
         self._counting = [part for part in self.parts if _counts(part)]
 
     def end(self) -> None:
@@ -291,7 +295,7 @@ class StepStart:
         is_hidden = self._piece is not None and self._piece.is_changed
         if now == self._versions and sums == self._sums and not is_hidden:
             return {}
-        owners = [*self._watched, *(each for each in self._watched if isinstance(each, DTensor)), *self._watched]
+        owners = [*self._watched, *self._split, *self._watched]
         pairs = zip(owners, (*self._versions, *self._sums), (*now, *sums), strict=False)
         found = {id(each): each for each, a, b in pairs if a != b}
         if self._piece is not None and is_hidden:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, clip_grad_value_, gradient_norm
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
@@ -84,6 +85,30 @@ def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
     assert float(norm) == pytest.approx(160.0, rel=1e-5)  # in bfloat16 a sum of 400 * 64 stops growing
     clip_grad_norm_(parameters, 1.0)
     assert parameters[0].grad.dtype == torch.bfloat16
+
+
+def test_the_factor_is_converted_once_for_all_gradients_of_a_type():
+    class Conversions(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._to_copy.default
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for number in (1, 20):
+        parameters = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(number)]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0)
+        norm = gradient_norm(parameters)
+        with Conversions() as measuring:
+            gradient_norm(parameters)
+        with Conversions() as clipping:
+            clip_grad_norm_(parameters, 1.0)
+        counts.append(clipping.count - measuring.count)
+        for parameter in parameters:
+            torch.testing.assert_close(parameter.grad.float(), torch.full((3,), 2 / float(norm)), rtol=1e-2, atol=0)
+    assert counts == [1, 1]
 
 
 def test_values_are_clamped_as_torch_does():

@@ -1,6 +1,10 @@
 """Training state in host memory: where it lies, which bits it gives, and what is refused."""
 
+import copy
 import itertools
+import types
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from hyperpod_plugins.parallel import (
     build_mesh,
     clip_grad_norm_,
     gradient_norm,
+    host_optimizer,
     load_checkpoint,
     parallelize,
 )
@@ -27,6 +32,7 @@ from hyperpod_plugins.parallel.host_optimizer import (
     check_host_optimizers,
     ids_with_host_state,
     steps_on_host,
+    uses_host_memory,
 )
 from hyperpod_plugins.parallel.hsdp import (
     compute_device,
@@ -35,7 +41,8 @@ from hyperpod_plugins.parallel.hsdp import (
     ids_on_host,
     shards_stay_on_host,
 )
-from hyperpod_plugins.parallel.local_optimizer import local_steps, step_locally
+from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode, local_steps, step_locally
+from hyperpod_plugins.recovery import TrainingState
 
 WIDTH, NUM_STEPS, GLOBAL_BATCH = 16, 10, 8
 ON_HOST = {"param_offload": HostMemory.PARAMETER, "optimizer_offload": HostMemory.STATE}
@@ -161,18 +168,7 @@ def test_an_optimizer_that_cannot_step_on_dtensors(alone):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_way_to_step(alone, dtype):
     """By hand, with a closure, as the adapters step, as a session with manual optimization lets the program step."""
-
-    def by_hand_in_a_session(optimizer):
-        with local_steps([optimizer]):
-            optimizer.step()
-
-    ways = {
-        "by hand": lambda optimizer: optimizer.step(),
-        "with a closure": lambda optimizer: optimizer.step(lambda: None),
-        "with a named closure": lambda optimizer: optimizer.step(closure=lambda: None),
-        "by an adapter": lambda optimizer: step_locally(optimizer, lambda: None),
-        "in a session": by_hand_in_a_session,
-    }
+    ways = {**WAYS, "with a named closure": lambda optimizer: optimizer.step(closure=lambda: None)}
     found = []
     for options, way in [({}, ways["by hand"]), *(({"optimizer_offload": True}, way) for way in ways.values())]:
         net = sharded(options, dtype)
@@ -259,36 +255,189 @@ def test_what_is_recorded_ends_with_the_model(alone):
     assert len(_kept) == before
 
 
-def test_an_exception_in_a_step_leaves_the_optimizer_its_parameters(alone):
-    """`step_locally` ends the step at once; one that the program called ends with the next."""
+class Fails(torch.optim.AdamW):
+    """Raises in torch's step, on request."""
 
-    class Fails(torch.optim.AdamW):
-        fails = True
+    fails = False
 
-        def _init_group(self, *args, **kwargs):
-            if self.fails:
-                raise InterruptedError
-            return super()._init_group(*args, **kwargs)
+    def _init_group(self, *args, **kwargs):
+        if self.fails:
+            raise InterruptedError
+        return super()._init_group(*args, **kwargs)
+
+
+def in_a_session(optimizer):
+    with local_steps([optimizer]):
+        optimizer.step()
+
+
+WAYS = {
+    "by hand": lambda optimizer: optimizer.step(),
+    "with a closure": lambda optimizer: optimizer.step(lambda: None),
+    "by an adapter": lambda optimizer: step_locally(optimizer, lambda: None),
+    "in a session": in_a_session,
+}
+
+
+def backward(net):
+    net(torch.ones(2, WIDTH)).square().sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_an_exception_in_a_step_leaves_the_optimizer_as_it_was(alone, way, has_stepped):
+    """What a program then does acts on its parameters: it drops gradients, loads a checkpoint, trains on."""
+    found = []
+    for fails in (False, True):
+        net = sharded({"optimizer_offload": True})
+        optimizer = Fails(net.parameters(), lr=1e-2)
+        parameters = list(net.parameters())
+        if has_stepped:
+            train(net, optimizer)
+        before, saved = state_of(net, optimizer), copy.deepcopy(optimizer.state_dict())
+        if fails:
+            optimizer.fails = True
+            backward(net)
+            with pytest.raises(InterruptedError):
+                WAYS[way](optimizer)
+            assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+            assert_same_bits(state_of(net, optimizer), before)
+            assert {type(value) for each in optimizer.state.values() for value in each.values()} <= {
+                DTensor,
+                torch.Tensor,
+            }
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in parameters)
+            with pytest.raises(ValueError, match="more than one parameter group"):
+                optimizer.add_param_group({"params": parameters[:1]})
+            optimizer.fails = False
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(0.5)
+        backward(net)
+        WAYS[way](optimizer)
+        found.append(state_of(net, optimizer))
+    assert_same_bits(found[1], found[0])
+    assert any((value != 0.5).any() for value in found[0].values())
+
+
+@pytest.mark.parametrize("place", ["_stage", "_host_part", "_as_state"])
+def test_an_exception_while_state_is_copied_loses_none(alone, monkeypatch, place):
+    net = sharded({"optimizer_offload": True})
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    train(net, optimizer)
+    if place == "_as_state":
+        optimizer.state.clear()  # so that the step creates some
+    before = state_of(net, optimizer)
+    backward(net)
+
+    def fails(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_optimizer, place, fails)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert_same_bits(state_of(net, optimizer), before)
+
+
+def test_what_a_step_changes_in_the_optimizer_itself(alone):
+    """Attributes, entries of groups, and what a closure changes."""
+
+    class Counts(torch.optim.SGD):
+        num_calls = 0
+
+        def _init_group(self, group, *args):
+            self.num_calls += 1
+            group["seen"] = group.get("seen", 0) + 1
+            return super()._init_group(group, *args)
+
+    net = sharded({"optimizer_offload": True})
+    optimizer = Counts(net.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.note, optimizer.param_groups[0]["lr"] = "written", 0.0
+        backward(net)
+
+    before = state_of(net, optimizer)
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert (optimizer.num_calls, optimizer.param_groups[0]["seen"], optimizer.note) == (2, 2, "written")
+    assert_same_bits(state_of(net, optimizer), before)  # with the learning rate of the closure
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_optimizer_is_freed(alone, fails):
+    import gc
 
     net = sharded({"optimizer_offload": True})
     optimizer = Fails(net.parameters(), lr=1e-2)
-    parameters = list(net.parameters())
-    before = state_of(net, optimizer)
-
-    def held():
-        return all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
-
-    net(torch.ones(2, WIDTH)).sum().backward()
-    with pytest.raises(InterruptedError):
-        step_locally(optimizer, lambda: None)
-    assert held()
-    assert_same_bits(state_of(net, optimizer), before)
-    with pytest.raises(InterruptedError):
+    backward(net)
+    optimizer.fails = fails
+    with pytest.raises(InterruptedError) if fails else nullcontext():
         optimizer.step()
-    Fails.fails = False
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+
+
+def test_the_memory_of_host_copies_stays_pinned_while_they_are_used(monkeypatch):
+    """`allocate_near` unpins a block when the tensor that it has returned is freed."""
+    unpinned = []
+
+    def allocate(device, num_bytes):
+        block = torch.empty(num_bytes, dtype=torch.uint8)
+        weakref.finalize(block, unpinned.append, num_bytes)
+        return block
+
+    monkeypatch.setattr(host_optimizer, "allocate_near", allocate)
+    staged = host_optimizer._Staged(torch.empty(4, 4))
+    assert not unpinned
+    del staged
+    assert unpinned == [128]
+
+
+def test_a_step_that_a_compiled_function_calls_is_refused(alone):
+    net = sharded({"optimizer_offload": True})
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    before = state_of(net, optimizer)
+    backward(net)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    with pytest.raises(ConfigError, match=r"optimizer_offload=True has AdamW .*a compiled function calls its step"):
+        compiled()
+    assert_same_bits(state_of(net, optimizer), before)
     optimizer.step()
-    assert held()
-    assert len(optimizer.state) == sum(parameter.grad is not None for parameter in parameters)
+    assert len(optimizer.state) == sum(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_state_that_an_optimizer_has_created_on_the_device_is_not_used_for_that_on_the_host(alone, tmp_path):
+    """As Adagrad's, which its constructor creates beside the parameters; the meta device stands for a GPU."""
+
+    def fresh():
+        net = sharded({"optimizer_offload": True})
+        return net, torch.optim.Adagrad(net.parameters(), lr=0.1)
+
+    net, optimizer = fresh()
+    train(net, optimizer)
+    sender = TrainingState(net, [optimizer])
+    data = torch.empty(sender.num_bytes(), dtype=torch.uint8)
+    sender.copy_to(data)
+    CheckpointWriter().save(tmp_path / "saved", model=net, optimizers=[optimizer]).wait(timeout_s=60)
+
+    def receive(there, resumed):
+        TrainingState(there, [resumed]).copy_from(sender.header(), data, "a peer")
+
+    def load(there, resumed):
+        load_checkpoint(tmp_path / "saved", model=there, optimizers=[resumed])
+
+    for way in (receive, load):
+        there, resumed = fresh()
+        for parameter, values in resumed.state.items():
+            values["sum"] = from_local_like(parameter, values["sum"]._local_tensor.to("meta"))
+        way(there, resumed)
+        assert_same_bits(state_of(there, resumed), state_of(net, optimizer))
 
 
 def test_state_that_was_loaded_and_frozen_parameters_that_thaw(alone):
@@ -349,10 +498,19 @@ def hooked(parameters):
     return optimizer
 
 
+def hooked_from_nowhere(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    hook = types.FunctionType(test_names_that_others_use.__code__, {})
+    assert hook.__module__ is None
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
 REFUSED = {
     "communicates": (Communicates, "Communicates .*may communicate"),
     "Adafactor": (lambda parameters: torch.optim.Adafactor(parameters), "Adafactor .*may communicate"),
     "hook": (hooked, "SGD .*hook"),
+    "hook of no module": (hooked_from_nowhere, "SGD .*hook"),
     "capturable": (lambda parameters: torch.optim.AdamW(parameters, capturable=True), "AdamW .*capturable=True"),
     "differentiable": (
         lambda parameters: torch.optim.AdamW(parameters, differentiable=True),
@@ -409,6 +567,26 @@ def test_a_model_that_the_program_has_sharded(alone):
     assert not ids_with_host_state() & ids_on_host(there)
 
 
+def test_a_model_of_which_the_program_keeps_a_part_on_the_host(alone):
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh, policy = build_mesh(ParallelConfig().topology(1), DEVICE), CPUOffloadPolicy(pin_memory=False)
+    for options in ({}, {"optimizer_offload": True}):
+        net = Net()
+        fully_shard(net.first, mesh=mesh["shard"], offload_policy=policy)
+        parallelize(fully_shard(net, mesh=mesh["shard"]), mesh, ParallelConfig.of(options))
+        everything = {id(each) for each in net.parameters()}
+        first = {id(each) for each in net.first.parameters()}
+        assert ids_on_host(net) == first
+        assert ids_with_host_state() & everything == (everything - first if options else set())
+        with pytest.raises(ConfigError, match=r"Adafactor .*may communicate"):
+            check_host_optimizers([torch.optim.Adafactor(net.parameters())])
+        assert uses_host_memory(torch.optim.SGD(net.first.parameters()))
+        assert uses_host_memory(torch.optim.SGD(net.last.parameters())) is bool(options)
+    with pytest.raises(ConfigError, match="param_offload=True, but 5 of 7 parameters"):
+        parallelize(net, mesh, ParallelConfig(param_offload=True))
+
+
 # -- where host and device differ: a mesh of another device stands for the GPU ----------------------------------------
 
 
@@ -429,6 +607,10 @@ def test_tensors_made_from_local_parts_stay_on_the_host(other_device):
         assert compute_device(parameter).type == "meta"
         half = from_local_like(parameter, torch.ones_like(local(parameter), dtype=torch.bfloat16))
         assert half.dtype == torch.bfloat16
+        with LocalDispatchMode():
+            wide = torch.zeros_like(parameter, dtype=torch.float64)
+        assert wide._local_tensor.device.type == wide.device.type == "cpu"
+        assert (wide.shape, wide.placements, wide.dtype) == (parameter.shape, parameter.placements, torch.float64)
 
 
 def test_norms_are_taken_where_gradients_lie_and_reduced_on_the_device(other_device):

@@ -1,5 +1,6 @@
 """The state of one rank on its way to another: the same bits arrive, whatever the tensors are like, or an error."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,14 @@ from torch import nn
 from hyperpod_plugins.comm import Channel, break_groups
 from hyperpod_plugins.errors import PeerLost, RecoveryError
 from hyperpod_plugins.recovery import TrainingState
-from hyperpod_plugins.recovery.state_transfer import ALONE_BYTES, frozen_parameters
+from hyperpod_plugins.recovery.state_transfer import (
+    ALONE_BYTES,
+    MESSAGE_BYTES,
+    _batches,
+    _message_of,
+    _room_for,
+    frozen_parameters,
+)
 
 FIRST_LARGE, FIRST_TURNED, SMALL_ONES = 0, 1, 6
 """Numbers of messages after the header."""
@@ -153,6 +161,24 @@ def test_a_record_is_taken_as_it_was_or_not_at_all():
     data[-1] ^= 1
     other.copy_from(header, data, "a test")
     assert_same(values(other_model, other_optimizer), values(model, optimizer))
+
+
+def test_sender_and_receiver_form_the_same_messages_wherever_tensors_lie():
+    sizes = [8, 8, ALONE_BYTES, 8, 8, ALONE_BYTES - 1, *[ALONE_BYTES - 1] * (MESSAGE_BYTES // ALONE_BYTES)]
+    ways = [itertools.repeat("cpu"), itertools.repeat("meta"), itertools.cycle(["cpu", "meta"])]
+    messages = [
+        [[tensor.nbytes for tensor in batch] for batch in _batches(map(of_bytes, sizes, devices))] for devices in ways
+    ]
+    assert messages[0] == messages[1] == messages[2]
+    assert list(map(len, messages[0])) == [1, 4 + MESSAGE_BYTES // ALONE_BYTES, 1]
+    mixed = [of_bytes(8, "cpu"), of_bytes(4, "meta"), of_bytes(2, "cpu")]
+    for tensors in (mixed, mixed[::-1]):
+        for message in (_message_of(tensors), _room_for(tensors)):
+            assert (message.nbytes, message.device.type) == (14, "meta")
+
+
+def of_bytes(size, device):
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def test_room_that_was_made_before_is_filled():

@@ -229,3 +229,27 @@ def test_counted_writes_to_one_parameter_that_begin_late_are_found(place, every)
     assert 1 <= missed < 40
     beginning.put_back()
     assert torch.equal(parameter, before)
+
+
+def test_writes_are_counted_where_fsdp_has_replaced_the_local_part():
+    """As its first forward does where shards lie in pinned host memory."""
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ParallelConfig()
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        parallelize(model, build_mesh(config.topology(1), DEVICE), config)
+        parameters = list(model.parameters())
+        beginning = StepStart(model, [torch.optim.SGD(parameters, lr=0.1)])
+        for step in range(20):  # past the steps in which all bits are compared
+            beginning.begin()
+            if step == 0:
+                for each in parameters:
+                    each._local_tensor = each._local_tensor.clone()
+            beginning.end()
+        for each in parameters:
+            beginning.begin()
+            assert beginning.is_within_reach
+            each._local_tensor.mul_(2)
+            assert not beginning.is_within_reach
+    finally:
+        dist.destroy_process_group()

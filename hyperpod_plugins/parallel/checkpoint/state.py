@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, format_list
 from hyperpod_plugins.parallel.host_optimizer import ids_with_host_state
-from hyperpod_plugins.parallel.hsdp import from_local_like, layout_of, local_part, zeros_on_mesh_of
+from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, layout_of, local_part, zeros_on_mesh_of
 
 _EXTRA_STATE = "_extra_state"
 AVERAGED = "average:"
@@ -222,19 +222,26 @@ def allocate_optimizer_state(
         name, _, key = entry.rpartition(".")
         parameter, group = parameters[name]
         present = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
-        dtype = description.properties.dtype
-        if isinstance(present, torch.Tensor) and present.shape == description.size and present.dtype == dtype:
+        size, dtype = description.size, description.properties.dtype
+        is_laid_out = size == parameter.shape
+        is_step_count = not is_laid_out and size.numel() == 1 and len(size) < 2 and entry not in layouts
+        if is_step_count:
+            device = step_count_device(parameter, group, on_host)
+        else:
+            device = state_device(parameter, on_host) if is_laid_out else compute_device(parameter)
+        if (
+            isinstance(present, torch.Tensor)
+            and (present.shape, present.dtype) == (size, dtype)
+            and device.type == present.device.type
+        ):
             tensors[entry] = present
-        elif description.size == parameter.shape:
-            device = state_device(parameter, on_host)
+        elif is_laid_out:
             local = torch.zeros_like(local_part(parameter.detach()), dtype=dtype, device=device)
             tensors[entry] = from_local_like(parameter, local)
-        elif description.size.numel() == 1 and len(description.size) < 2 and entry not in layouts:
-            tensors[entry] = torch.zeros(
-                description.size, dtype=dtype, device=step_count_device(parameter, group, on_host)
-            )
+        elif is_step_count:
+            tensors[entry] = torch.zeros(size, dtype=dtype, device=device)
         else:
-            tensors[entry] = zeros_on_mesh_of(parameter, description.size, dtype, layouts.get(entry))
+            tensors[entry] = zeros_on_mesh_of(parameter, size, dtype, layouts.get(entry))
     return tensors
 
 
