@@ -176,7 +176,7 @@ def test_ranks_divide_samples_and_tensor_peers_share_them(used, layout, readers)
     assert len(together) == len(set(together)) == NUM_SAMPLES // (2 * readers) * 2 * readers
 
 
-STATES = ["hsdp", "tensor", "in one file", "by Accelerate", "parameters on the host", "optimizer on the host"]
+STATES = ["hsdp", "tensor", "in one file", "parameters on the host", "optimizer on the host"]
 
 
 @pytest.mark.spawns
