@@ -45,9 +45,8 @@ class CausalLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         options = {"output_router_logits": True} if self.recipe.training.balance_experts else {}
-        labels = batch[
-            "labels"
-        ].contiguous()  # already shifted; the model computes the loss, so that loss_chunks applies
+        labels = batch["labels"].contiguous()  # shifted already
+        # With labels the model computes the loss itself, in chunks where the recipe has loss_chunks.
         output = self.model(input_ids=batch["input_ids"], labels=labels, shift_labels=labels, **options)
         loss = output.loss
         if self.recipe.training.balance_experts:

@@ -117,6 +117,8 @@ class HyperPodPlugin(AcceleratorSpec):
         given = options.pop("mixed_precision", None)
         plugin = self._with_precision(None if given is None else str(given))
         handlers: list[Any] = options.get("kwargs_handlers") or []
+        if any(type(each).__name__ == "MSAMPRecipeKwargs" for each in handlers):
+            raise ConfigError("MSAMPRecipeKwargs is not supported. Use AORecipeKwargs or TERecipeKwargs.")
         recipes = [each for each in handlers if isinstance(each, AORecipeKwargs | TERecipeKwargs)]
         if recipes:
             options["kwargs_handlers"] = [each for each in handlers if not any(each is one for one in recipes)]

@@ -128,6 +128,12 @@ def test_fp8_is_done_by_this_package():
         HyperPodPlugin(fp8="te", offload_params=True)
 
 
+def test_a_recipe_of_ms_amp_is_refused():
+    handler = type("MSAMPRecipeKwargs", (), {})()
+    with pytest.raises(ConfigError, match="MSAMPRecipeKwargs is not supported"):
+        HyperPodPlugin().accelerator(kwargs_handlers=[handler])
+
+
 def of_recipe(handler, **options):
     """The configuration of an Accelerator with a handler and `mixed_precision="fp8"`."""
     return HyperPodPlugin(**options)._with_precision("fp8")._with_recipe(handler).config
