@@ -204,6 +204,8 @@ class AutomaticPlan:
         self._sizes: dict[_Size, _Measured] = {}
         self._size: _Size = (0,)
         """Of the input of the present forward's blocks."""
+        self._plan: ActivationPlan | None = None
+        """Of the present forward; None if its size is being measured, or plans do not hold."""
         self._before: dict[int, int] = {}
         self._passes: list[weakref.ref[_Pass]] = []
         """Forwards whose backward has not come yet."""
@@ -248,7 +250,8 @@ class AutomaticPlan:
             return
         self._note_peak()
         if is_in_backward():
-            self._before[index] = self._memory.allocated()
+            if self._is_measuring:
+                self._before[index] = self._memory.allocated()
             return
         if torch.is_grad_enabled():
             size = _size_of(args, kwargs)
@@ -264,11 +267,11 @@ class AutomaticPlan:
             return
         self._note_peak()
         before = self._before.pop(index, None)
-        found = self._sizes.get(self._size)
-        if before is not None and found is not None and found.plan is None:
+        if before is not None and self._is_measuring:
+            found = self._sizes[self._size]
             found.kept_bytes = max(found.kept_bytes, self._memory.allocated() - before)
         first = output[0] if isinstance(output, tuple) and output else output
-        if index == 0 and before is None and isinstance(first, Tensor) and first.requires_grad:
+        if index == 0 and not is_in_backward() and isinstance(first, Tensor) and first.requires_grad:
             this_pass = _Pass()
             self._passes.append(weakref.ref(this_pass))
             first.register_hook(partial(self._end_pass, this_pass))  # as long as the graph, which may be dropped
@@ -276,14 +279,20 @@ class AutomaticPlan:
     def _end_pass(self, _: "_Pass", __: Tensor) -> None:
         self._passes.clear()
 
+    @property
+    def _is_measuring(self) -> bool:
+        """Whether the present size still needs a plan; to ask the device for its memory takes time in each block."""
+        return self._is_regular and self._plan is None and self._size in self._sizes
+
     def _note_peak(self) -> None:
         """Keep the peak also if the program resets the counter of the device."""
         assert self._memory is not None
-        self._peak = max(self._peak, self._memory.peak())
+        if self._is_measuring:
+            self._peak = max(self._peak, self._memory.peak())
 
     def _note_irregular(self, why: str) -> None:
         if self._is_regular:
-            self._is_regular = False
+            self._is_regular, self._plan = False, None
             _tell(f"activation_offload='auto': all blocks are computed again, since {why}")
 
     def _begin_forward(self, size: "_Size") -> None:
@@ -295,38 +304,38 @@ class AutomaticPlan:
         self._passes.clear()
         self._size, self._width = size, size[-2]
         self._speed = self._speed or self._measure()
+        self._plan = self._plan_for(size) if self._is_regular else None
+        if self._plan is not None or not self._is_regular:
+            return
         found = self._sizes.setdefault(size, _Measured(self._num_steps))
         is_measured = bool(found.kept_bytes) or not self._may_keep
-        if found.plan is not None or not is_measured or self._num_steps - found.began_after < _NUM_STEPS:
+        if not is_measured or self._num_steps - found.began_after < _NUM_STEPS:
             return
+        self._peak = max(self._peak, self._memory.peak())
         room = (1 - MARGIN) * self._memory.total() - self._peak
-        found.plan = plan_activations(
+        self._plan = found.plan = plan_activations(
             self._num_blocks, math.prod(size), found.kept_bytes, room, hides=self._hides, may_keep=self._may_keep
         )
-        if len(self._sizes) <= _MOST_TOLD and self._is_regular:
+        if len(self._sizes) <= _MOST_TOLD:
             hides = "copies hide" if self._hides else "copies would not hide"
             _tell(
                 f"activation_offload='auto': {found.plan}; {hides} behind the computation (width {self._width}, and "
                 f"from {self._speed.least_width:.0f} on they do)"
             )
 
+    def _plan_for(self, size: "_Size") -> ActivationPlan | None:
+        """The plan for a size, or for the smallest that is at least as large, which needs more."""
+        plans = {other: each.plan for other, each in self._sizes.items() if each.plan and _is_larger(other, size)}
+        return plans[min(plans, key=math.prod)] if plans else None
+
     @property
     def _hides(self) -> bool:
         return self._speed is not None and self._width >= self._speed.least_width
 
     def _way(self, index: int) -> Way:
-        """Way of a block: that of the plan for its size, or of one for a larger size, which needs more."""
-        plan = None
-        if self._is_regular:
-            found = self._sizes.get(self._size)
-            plan = None if found is None else found.plan
-            if plan is None:
-                plans = {size: each.plan for size, each in self._sizes.items() if each.plan is not None}
-                larger = [size for size in plans if _is_larger(size, self._size)]
-                plan = plans[min(larger, key=math.prod)] if larger else None
-        if plan is None:
+        if self._plan is None:
             return "offload" if self._hides else "recompute"
-        return plan.way(index)
+        return self._plan.way(index)
 
 
 def _size_of(args: tuple[object, ...], kwargs: dict[str, object]) -> "_Size | None":
@@ -340,6 +349,7 @@ def _size_of(args: tuple[object, ...], kwargs: dict[str, object]) -> "_Size | No
 
 
 def _is_larger(size: "_Size", other: "_Size") -> bool:
+    """Whether a size is at least as large as another in each dimension."""
     return len(size) == len(other) and all(own >= its for own, its in zip(size, other, strict=True))
 
 

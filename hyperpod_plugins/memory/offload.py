@@ -274,17 +274,16 @@ class ActivationOffload:
     def _begin(self, index: int, is_last: bool, block: nn.Module, _: object) -> None:
         if is_in_backward() or not torch.is_grad_enabled():
             return  # a recomputation, or an evaluation
-        goes = self._goes_to_host is None or self._goes_to_host(index)
-        call = _Call(is_last)
+        call = _Call(is_last) if self._goes_to_host is None or self._goes_to_host(index) else None
         with self._lock:
-            self._num_begun = 0 if goes else self._num_begun + 1
-            if goes:
+            self._num_begun = self._num_begun + 1 if call is None else 0
+            if call is not None:
                 self._calls.append(ref(call))
             alive = self._alive_calls()
             for earlier in alive[: max(0, len(alive) - max(0, self.horizon - self._num_begun))]:
                 for kept in earlier.alive():
                     kept.free_source()
-        if not goes:
+        if call is None:
             return
         hooks = saved_tensors_hooks(partial(self._pack, call), self._unpack)
         hooks.__enter__()

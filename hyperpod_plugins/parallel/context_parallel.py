@@ -466,9 +466,8 @@ def _inner_attention(attention: str, module: Any) -> Callable[..., tuple[Tensor,
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward
-    name = (
-        "eager_attention_forward"  # where transformers looks it up, too: beside the layer, whose class FSDP2 may change
-    )
+    # Where transformers looks it up, too: beside the layer, whose class FSDP2 may change.
+    name = "eager_attention_forward"
     return next(vars(beside)[name] for beside in _modules_of(module) if name in vars(beside))
 
 

@@ -261,6 +261,19 @@ def test_the_peak_is_known_also_if_the_program_resets_it():
     assert same.step() == job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
 
 
+def test_once_there_is_a_plan_the_device_is_not_asked_again():
+    job = Job(FAST_LINK)
+    job.device.bytes = 1 << 40
+    for _ in range(3):
+        job.step()
+    asked = []
+    job.device.peak = job.device.allocated = job.device.total = lambda: asked.append(1) or 0
+    for rows in (ROWS, ROWS // 2):  # the smaller one takes the plan of the larger one
+        for _ in range(4):
+            assert job.step(rows) == (0, 0)
+    assert not asked
+
+
 def test_frozen_blocks_have_a_plan_too():
     job = Job(FAST_LINK)
     job.device.bytes = 1 << 40
