@@ -88,7 +88,7 @@ def test_a_process_that_raises_is_replaced_where_torch_cannot_put_its_modules_ba
 def assert_snapshots_were_used(job, num_times):
     """All processes were lost, and of the snapshots in shared memory nothing is left in the end."""
     assert "ALL STEPS SO FAR ARE LOST" not in job.output
-    assert job.output.count("all ranks return to the snapshot") == num_times
+    assert job.output.count("all ranks return to the snapshot") in num_times
     assert not [*Path(f"/dev/shm/hyperpod-{os.getuid()}").glob(f"{job.agent_pid}-*")]
 
 
@@ -97,7 +97,7 @@ def test_all_processes_are_lost_at_once(calm, tmp_path):
     job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
-    assert_snapshots_were_used(job, 1)
+    assert_snapshots_were_used(job, (1, 2))  # one of them may reach its fault only when the step is run again
     assert_same(job, calm(2, 2), 2)
 
 
@@ -139,5 +139,5 @@ def test_torchrun_ends_all_processes_with_one_while_another_node_comes_and_goes(
     assert not left
     assert found.num_faults == len(faults)
     assert len(agents) >= 3  # one was there at the second loss, and another came after the third
-    assert_snapshots_were_used(found, len(faults))
+    assert_snapshots_were_used(found, [len(faults)])
     assert_same(found, calm(2, 2), 2)
