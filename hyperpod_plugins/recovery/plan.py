@@ -192,7 +192,7 @@ class RecoveryPlan:
     """Whether all ranks had equal rank-local states, so that each joiner's source gives it that, too: its buddy can
     not."""
     hooks_first: bool = False
-    """Whether a source of state is a rank that commits the step only now.
+    """Whether a rank that gives state, or rank-local state, commits the step only now.
 
     The program may change state in what follows a step (a teacher's average in a hook at the end of a batch). So this
     rank first runs on to its next step, where all ranks form another generation; until then no state is sent.
@@ -243,7 +243,7 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
             "had not got it since the job changed its size, and there is no snapshot that is whole (they are taken "
             'with snapshot_every_steps). With rank_local_state="replica" the job continues with that of a replica'
         )
-    hooks_first = not ends and not set(roll_forward).isdisjoint(sources.values())
+    givers = {*sources.values(), *_givers_of_rank_local(arrivals, topology, sources)}
     return RecoveryPlan(
         step=step,
         roll_forward=roll_forward,
@@ -251,8 +251,18 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
         abort_reason=ends,
         pending_saves=tuple(sorted(pending)),
         are_local_equal=are_equal,
-        hooks_first=hooks_first,
+        hooks_first=not ends and not givers.isdisjoint(roll_forward),
     )
+
+
+def _givers_of_rank_local(
+    arrivals: Mapping[int, Arrival], topology: Topology, lost: Collection[int]
+) -> Collection[int]:
+    """Ranks that give lost ranks their rank-local state: their buddies; none if no rank keeps any."""
+    if all(each.rank_local_steps is None for each in arrivals.values()):
+        return ()
+    buddy_of = buddies(topology)
+    return [buddy_of[rank] for rank in lost]
 
 
 def _are_local_equal(arrivals: Mapping[int, Arrival], step: int) -> bool:

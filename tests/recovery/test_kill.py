@@ -76,6 +76,7 @@ TENSOR_OPTIONS = {"LAYOUT": "tensor", "BATCH": "4"}  # two batches of 4 a step m
 OUTSIDE = [  # a third exception of one rank in its first minute would end the job
     ["dataloader", 1, 1, "raise"],
     ["second group", 2, 2, "raise"],  # in the commit
+    ["voted", 2, 1, "sleep 1"],  # its buddy commits that step only when it hears of the fault
     ["validation", 4, 0, "raise"],
     ["checkpoint", 6, 3, "raise"],
     ["scheduler", 7, 0, "raise"],

@@ -1,5 +1,7 @@
 """Plans of recovery: tables of cases, and laws over every state in which survivors can be."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import NO_STATE, Arrival, RecoveryLevel, RecoveryPlan, plan_recovery
+from hyperpod_plugins.recovery.plan import buddies
 
 HSDP = Topology(world_size=4, shard_degree=2)
 
@@ -50,16 +53,25 @@ def test_state_comes_from_a_rank_that_has_the_hooks_of_the_step_behind_it():
     assert (plan.senders, plan.hooks_first) == ({1: 2}, False)
 
 
-def keeping(*local_steps, snapshots=(), needs_local=False, equal_step=NO_STATE):
+def keeping(*local_steps, snapshots=(), needs_local=False, equal_step=NO_STATE, prepared=NO_STATE):
     return Arrival(
         incarnation=0,
         committed=5,
+        voted_step=prepared,
         snapshots=snapshots,
         source_snapshots=snapshots,
         rank_local_steps=local_steps,
         equal_local_step=equal_step,
         needs_rank_local_state=needs_local,
     )
+
+
+def test_rank_local_state_comes_from_a_rank_that_has_run_the_hooks_of_the_step():
+    """The lost rank's parameters come from rank 0, which has; its buddy is about to commit the step."""
+    buddy = buddies(HSDP)[2]
+    late, done = keeping(5, 6, prepared=6), replace(keeping(5, 6), committed=6)
+    plan = plan_recovery(dict(enumerate([done, late, NEW, done])), HSDP)
+    assert (plan.senders, plan.roll_forward, plan.hooks_first) == ({2: 0}, (buddy,), True)
 
 
 @pytest.mark.parametrize(
