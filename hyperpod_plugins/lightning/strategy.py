@@ -52,7 +52,7 @@ from hyperpod_plugins.lightning.module_checks import (
     forbid_inference_mode,
     needs_previous_gradients,
     refuse_copying_callbacks,
-    refuse_other_types,
+    refuse_other_layers,
     refuse_validation_by_clock,
     synchronise_metrics_over,
     treat_steps_as_forward,
@@ -355,7 +355,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if any(True for _ in fsdp_units(module)):
-            refuse_other_types(module, self.config)
+            refuse_other_layers(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
             give_values(module, self.root_device, self.config)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
@@ -29,6 +30,8 @@ Axis = Literal["replicate", "shard", "tensor"]
 AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
 CONTEXT = "context"
 """Name of the group of ranks that hold the parts of the same sequences."""
+_context_groups: dict[tuple[int, int], ResilientProcessGroup] = {}
+"""Those that `context_group` has found; each attention layer asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,15 +227,20 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
     return new_axis_group(*_group_of(topology, "data", dist.get_rank()))
 
 
+@_disable_dynamo  # which does not know the members of our groups
 def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGroup:
     """Return the group of the ranks that hold the parts of this rank's sequences, which `build_mesh` has created.
 
     Raises:
         ConfigError: there is none with these degrees.
     """
+    found = _context_groups.get((shard_degree, context_degree))
+    if found is not None and not found.is_closed:
+        return found
     asked = {("of_shards", shard_degree), ("of_contexts", context_degree)}
     for group in live_groups().values():
         if group.key.axis == CONTEXT and asked <= set(group.key.coordinates):
+            _context_groups[shard_degree, context_degree] = group
             return group
     raise ConfigError(
         f"there is no process group for context_parallel_degree={context_degree}. Build the mesh with "
