@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.module_chains import find_chains
+from hyperpod_plugins.parallel.requires_grad import flags_of, follow_requires_grad, make_equal
 from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
             )
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     watch_units(model)
+    follow_requires_grad(model)
 
 
 class _CachedSlicesMesh(DeviceMesh):
@@ -439,10 +441,11 @@ def root_gathered_for_its_parts(root: nn.Module) -> Generator[None]:
     if not isinstance(root, FSDPModule):
         yield
         return
-    parts = set(_own_parts(root))
+    parts, flags = set(_own_parts(root)), flags_of(root)
 
     def gather(part: nn.Module, *_: Any) -> None:
         if part in parts:
+            make_equal(flags.get(part, ()))
             root.unshard()  # does nothing if it is gathered
 
     hook = register_module_forward_pre_hook(gather)

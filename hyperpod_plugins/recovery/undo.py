@@ -416,7 +416,7 @@ def forget_iteration(model: nn.Module) -> None:
             part.reset_iter_state()
 
 
-def _forget_gathered_gradients(part: FSDPModule) -> None:
+def _forget_gathered_gradients(part: nn.Module) -> None:
     """Drop what backward has added up for gathered parameters, if an exception has interrupted it within their unit.
 
     FSDP2's own reset keeps it, and the next backward would add to it.

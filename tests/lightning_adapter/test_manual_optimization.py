@@ -58,7 +58,26 @@ def train_twice(nets, optimizers, batch, backward):
         optimizer.step()
 
 
-PROGRAMS = {each.__name__: each for each in (train_once, train_gan, train_twice)}
+def train_frozen(nets, optimizers, batch, backward):
+    """In the first two steps, a part is frozen as a program sees it: where its parameters are gathered."""
+    step = nets.num_steps = getattr(nets, "num_steps", 0) + 1
+    if step != 2:
+        nets["maker"].requires_grad_(step == 3)
+    train_once(nets, optimizers, batch, backward)
+
+
+def train_toggled(nets, optimizers, batch, backward):
+    """A part is frozen for one backward in each step, as Lightning's `toggle_optimizer` does it."""
+    parameters = [each for group in optimizers[1].param_groups for each in group["params"]]
+    for each in parameters:
+        each.requires_grad_(False)
+    train_once(nets, optimizers, batch, backward)
+    for each in parameters:
+        each.requires_grad_(True)
+    train_twice(nets, optimizers, batch, backward)
+
+
+PROGRAMS = {each.__name__: each for each in (train_once, train_gan, train_twice, train_frozen, train_toggled)}
 
 
 def batches(num_ranks):
