@@ -1,6 +1,10 @@
 """Small mixtures of experts, and their training on one process."""
 
+from types import SimpleNamespace
+
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
 SIZES = {
@@ -47,6 +51,11 @@ def make_model(name="mixtral", **options):
     return model
 
 
+def drawn_again(model):
+    torch.manual_seed(5)
+    return type(model)(model.config)
+
+
 def samples(number=NUM_STEPS * GLOBAL_BATCH):
     return torch.randint(VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(7))
 
@@ -78,3 +87,40 @@ def train_alone(name="mixtral", batches=None):
     model = make_model(name)
     batches = samples().split(GLOBAL_BATCH) if batches is None else batches
     return train(model, model.parameters(), batches, torch.nn.utils.clip_grad_norm_)
+
+
+class OwnExperts(nn.Module):
+    """A layer of experts that is not of transformers: with biases, and each expert has another activation."""
+
+    holds_experts = True
+
+    def __init__(self, num_experts=8):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up, self.bias = (nn.Parameter(torch.randn(num_experts, *size)) for size in ((16, 24), (24,)))
+        self.down = nn.Parameter(torch.randn(num_experts, 24, 16) / 5)
+        self.power = nn.Parameter(torch.rand(num_experts) + 0.5)
+
+    def forward(self, hidden, expert_index, weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(expert_index == expert)
+            inner = torch.tanh(hidden[token] @ self.up[expert] + self.bias[expert]) * self.power[expert]
+            result = result.index_add(0, token, inner @ self.down[expert] * weights[token, choice, None])
+        return result
+
+
+class OwnMixture(nn.Module):
+    """A model around it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.router = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 8)
+        self.experts, self.head = OwnExperts(), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        hidden = self.embed(input_ids).flatten(0, 1)
+        weights, chosen = self.router(hidden).softmax(dim=1).topk(2, dim=1)
+        logits = self.head(hidden + self.experts(hidden, chosen, weights))
+        return SimpleNamespace(loss=F.cross_entropy(logits[:-1], labels.flatten()[1:]), logits=logits)

@@ -1,10 +1,25 @@
-"""Expert parallelism over real ranks with FSDP2, plainly and through each adapter, against one process."""
+"""Expert parallelism over real ranks with FSDP2, against one process.
+
+Through each adapter: `test_context_ranks.py`; with ranks that are lost: `tests/recovery/test_context.py`.
+"""
+
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE
-from parallel.expert_models import GLOBAL_BATCH, make_model, samples, train, train_alone
+from parallel.expert_models import (
+    GLOBAL_BATCH,
+    OwnMixture,
+    drawn_again,
+    make_model,
+    samples,
+    train,
+    train_alone,
+    whole,
+)
+from torch import nn
 
 LAYOUTS = {
     "shard 2, experts 2": (2, {"expert_parallel_degree": 2}),
@@ -64,3 +79,175 @@ def test_steps_on_ranks_equal_one_process(run_ranks, world_size):
     alone = {name: train_alone(name) for name in MODELS}
     for case, found in results[0].items():
         assert_close(found, alone[case[0]], case)
+
+
+# -- one forward and backward on two ranks; each case says what it is, and what it must equal --------------------------
+
+
+def parallelized(model, precision="32-true"):
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    config = ParallelConfig(expert_parallel_degree=2, precision=precision)
+    return parallelize(model, build_mesh(config.topology(2), DEVICE), config)
+
+
+def gradients(model):
+    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+def compare(model, batches, compute):
+    """Loss and gradients of the mean over ranks, each with its own batch: of a copy on this process, and divided."""
+    alone = copy.deepcopy(model)
+    wanted = sum(compute(alone, batch) for batch in batches) / len(batches)
+    wanted.backward()
+    divided = parallelized(model)
+    loss = compute(divided, batches[dist.get_rank()])
+    loss.backward()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    assert abs(loss / 2 - wanted) <= 5e-7 * wanted
+    found = gradients(divided)
+    for name, gradient in gradients(alone).items():
+        error = (found[name] - gradient).norm()
+        assert error <= 5e-7 * gradient.norm() + 1e-12, (name, float(error), float(gradient.norm()))
+    from hyperpod_plugins.parallel.clip_grad import gradient_norm
+
+    norm = nn.utils.get_total_norm(list(gradients(alone).values()))
+    assert abs(gradient_norm(divided.parameters()) - norm) <= 1e-6 * norm
+    return divided
+
+
+def loss_of(model, batch):
+    return model(input_ids=batch, labels=batch).loss
+
+
+def halves():
+    return samples(4).split(2)
+
+
+def implementations():
+    """transformers #48205: NaN from rows that a kernel does not write; #48687: wrong gradients of routers alone."""
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        compare(make_model(experts_implementation=implementation), halves(), loss_of)
+
+
+def no_token_for_the_experts_of_a_rank(*, frozen):
+    """It must take part in backward all the same, also if no gradient is asked for tokens; ranks have other lengths."""
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model = make_model("gpt_oss", experts_implementation=implementation)
+        for layer in model.model.layers:
+            layer.mlp.router.bias.data[4:] = -1e4
+        if frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("experts" in name and "layers.0" in name)
+        compare(model, (samples(2), samples(4)[2:, :9]), loss_of)
+
+
+def logits():
+    """transformers #45473: wrong at any degree; #45994: the loss alone."""
+    for name in MODELS:
+        model = make_model(name).eval()
+        with torch.no_grad():
+            wanted = [model(input_ids=batch).logits for batch in halves()]
+            found = parallelized(model)(input_ids=halves()[dist.get_rank()]).logits
+        torch.testing.assert_close(found, wanted[dist.get_rank()], rtol=1e-5, atol=1e-6)
+
+
+def auxiliary_loss():
+    """It is that of data parallelism: the mean of the ranks' own, of which each counts its own tokens."""
+    for name in ("mixtral", "qwen3_moe"):
+        model = make_model(name, output_router_logits=True, router_aux_loss_coef=0.5)
+        compare(model, halves(), loss_of)
+
+
+def adapters():
+    import peft
+
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    compare(peft.get_peft_model(make_model(), options), halves(), loss_of)
+
+
+def a_layer_of_ones_own():
+    model = OwnMixture()
+    divided = compare(model, halves(), loss_of)
+    assert divided.experts.num_experts == 8
+    assert divided.experts.up.shape == (8, 16, 24)
+    assert divided.experts.up.to_local().shape == (4, 16, 24)
+
+
+def mixed_precision():
+    """Weights of experts stay in the type of the router, as without expert parallelism."""
+    model, seen = make_model(), []
+    model.model.layers[0].mlp.experts.register_forward_hook(lambda _, args, result: seen.extend([*args, result]))
+    loss_of(parallelized(model, "bf16-mixed"), halves()[0]).backward()
+    assert [each.dtype for each in seen] == [torch.bfloat16, torch.int64, torch.float32, torch.bfloat16]
+
+
+def an_expert_that_does_not_exist():
+    from hyperpod_plugins.errors import ConfigError
+
+    model = OwnMixture()
+    model.router = nn.Linear(16, 12)
+    with pytest.raises(ConfigError, match=r"routed to expert (8|9|10|11), but the layer has 8 experts"):
+        loss_of(parallelized(model), samples(4))
+
+
+def models_that_are_sharded_already():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+
+    from hyperpod_plugins.errors import ConfigError
+
+    model = parallelized(make_model())
+    assert parallelized(model) is model
+    other = fully_shard(make_model())
+    with pytest.raises(ConfigError, match="sharded already, with its experts divided among 1 ranks"):
+        parallelized(other)
+    third = make_model()
+    weight = DTensor.from_local(third.lm_head.weight.detach(), model.lm_head.weight.device_mesh, [Replicate()] * 2)
+    third.lm_head.weight = nn.Parameter(weight)
+    with pytest.raises(ConfigError, match="has distributed the model already"):
+        parallelized(third)
+
+
+def built_later(folder):
+    """Delayed initialisation, and weights that are read from files part by part."""
+    import transformers
+
+    from hyperpod_plugins.delayed_init import delayed_init
+
+    for name in ("mixtral", "gpt_oss"):
+        wanted = make_model(name)
+        if dist.get_rank() == 0:
+            wanted.save_pretrained(f"{folder}/{name}")
+        dist.barrier()
+        fresh = drawn_again(wanted)
+        with delayed_init():
+            drawn = drawn_again(wanted)
+        with delayed_init():
+            read = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+        for model, expected in ((drawn, fresh), (read, wanted)):
+            state = dict(expected.named_parameters())
+            for parameter_name, value in parallelized(model).named_parameters():
+                assert torch.equal(whole(value), state[parameter_name]), parameter_name
+
+
+def all_cases(folder):
+    dist.init_process_group("hyperpod")
+    implementations()
+    no_token_for_the_experts_of_a_rank(frozen=False)
+    no_token_for_the_experts_of_a_rank(frozen=True)
+    logits()
+    auxiliary_loss()
+    adapters()
+    a_layer_of_ones_own()
+    mixed_precision()
+    models_that_are_sharded_already()
+    built_later(folder)
+    an_expert_that_does_not_exist()
+
+
+@pytest.mark.spawns
+def test_cases_on_two_ranks(run_ranks, tmp_path):
+    run_ranks(all_cases, str(tmp_path), world_size=2, timeout_s=240)
