@@ -126,7 +126,7 @@ def test_a_degree_that_does_not_divide_the_experts(degree, nearest):
 def test_what_computes_the_experts_must_be_served():
     model = make_model()
     model.config._experts_implementation_internal = "sonicmoe"
-    with pytest.raises(NotBuiltYetError, match="experts_implementation='sonicmoe'.*eager, batched_mm, grouped_mm"):
+    with pytest.raises(NotBuiltYetError, match=r"experts_implementation='sonicmoe'.*eager, batched_mm, grouped_mm"):
         find_experts(model, EXPERTS)
 
 
@@ -136,5 +136,5 @@ def test_means_over_replicas_in_a_fixed_order():
 
 
 def test_a_model_that_the_program_has_sharded():
-    with pytest.raises(ConfigError, match="expert_parallel_degree=2.*divided among 1 ranks.*expert_parallel_degree=1"):
+    with pytest.raises(ConfigError, match=r"expert_parallel_degree=2.*divided among 1 ranks.*expert_parallel_degree=1"):
         match_experts(make_model(), EXPERTS)

@@ -81,6 +81,87 @@ def test_steps_on_ranks_equal_one_process(run_ranks, world_size):
         assert_close(found, alone[case[0]], case)
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+DEGREES = [
+    {"expert_parallel_degree": 2},
+    {"expert_parallel_degree": 4},
+    {"expert_parallel_degree": 2, "hybrid_shard_degree": 2},
+    {"hybrid_shard_degree": 2},
+    {},
+]
+
+
+def trained(num_steps, options=None):
+    """GPT-OSS, whose experts have biases, of whose parts some have fewer rows than ranks."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    model = make_model("gpt_oss")
+    if options is not None:
+        config = ParallelConfig.of(options)
+        model = parallelize(model, build_mesh(config.topology(4), DEVICE), config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in samples().split(GLOBAL_BATCH)[:num_steps]:
+        loss_of(model, batch).backward()  # the same batch on all ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}:{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def save_and_load(folder):
+    from hyperpod_plugins.parallel import CheckpointWriter, export_safetensors, load_checkpoint
+
+    dist.init_process_group("hyperpod")
+    written = {}
+    for number, options in ((0, DEGREES[0]), (2, DEGREES[2])):
+        writer = CheckpointWriter()
+        model, optimizer = trained(2, options)
+        writer.save(f"{folder}/{number}", model=model, optimizers=[optimizer])
+        writer.close()
+        written[number] = everything(model, optimizer)
+        export_safetensors(model, f"{folder}/{number}-exported")
+    for options in DEGREES:
+        for number, expected in {**written, "alone": None}.items():
+            model, optimizer = trained(0, options)
+            load_checkpoint(f"{folder}/{number}", model=model, optimizers=[optimizer])
+            found = everything(model, optimizer)
+            if expected is None:
+                expected = torch.load(f"{folder}/alone.pt")
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (options, number, name)
+    return written
+
+
+@pytest.mark.spawns
+def test_checkpoints_load_with_any_degree(run_ranks, tmp_path):
+    import transformers
+
+    from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+
+    model, optimizer = trained(2)
+    writer = CheckpointWriter()
+    writer.save(tmp_path / "alone", model=model, optimizers=[optimizer])
+    writer.close()
+    torch.save(everything(model, optimizer), tmp_path / "alone.pt")
+    written = run_ranks(save_and_load, str(tmp_path), world_size=4, timeout_s=150)[0]
+    for number, expected in written.items():
+        model, optimizer = trained(0)
+        load_checkpoint(tmp_path / str(number), model=model, optimizers=[optimizer])
+        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}-exported")
+        state = exported.state_dict()
+        for name, value in everything(model, optimizer).items():
+            assert torch.equal(value, expected[name])
+            assert name not in state or torch.equal(value, state[name])
+
+
 # -- one forward and backward on two ranks; each case says what it is, and what it must equal --------------------------
 
 
