@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
 
 
@@ -88,9 +89,13 @@ def route(expert_index: Tensor, num_experts: int, group: dist.ProcessGroup) -> t
             "Use expert_parallel_degree=1 for a router that chooses others."
         )
     sent = counts.view(degree, -1)
-    received = torch.zeros_like(sent)  # after a break nothing arrives
-    dist.all_to_all_single(received, sent, group=group)
-    sizes = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+    received = torch.zeros_like(sent)
+    with group_health.checks_host_read():
+        dist.all_to_all_single(received, sent, group=group)
+        sizes = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+    if group_health.is_unavailable:  # what has arrived may be garbage, such as a size of terabytes
+        received.zero_()
+        sizes[1] = [0] * degree
     own = torch.arange(num_experts // degree, device=experts.device).repeat(degree)
     routes = Routes(group=group, num_choices=expert_index.shape[-1], order=order, sent=sizes[0], received=sizes[1])
     return routes, own.repeat_interleave(received.reshape(-1), output_size=sum(sizes[1]))

@@ -36,6 +36,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -70,12 +71,7 @@ def find_experts(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Modul
     degree = config.expert_parallel_degree
     if degree == 1:
         return {}
-    named = _planned_names(model)
-    found = {
-        name: part
-        for name, part in model.named_modules()
-        if getattr(part, _HOLDS_EXPERTS, False) or _is_of_transformers(part)
-    }
+    named, found = _planned_names(model), layers_of_experts(model)
     if not found:
         raise ConfigError(
             f"expert_parallel_degree={degree}, but {type(model).__name__} has no layer of experts that is known: one "
@@ -92,6 +88,15 @@ def find_experts(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Modul
         _check_implementation(name, part, degree)
         _check_number(name, cast("Any", part).num_experts, degree)
     return found
+
+
+def layers_of_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of experts of a model by name: those of transformers, and those that say `holds_experts`."""
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if getattr(part, _HOLDS_EXPERTS, False) or _is_of_transformers(part)
+    }
 
 
 def shard_experts(
@@ -161,6 +166,7 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
     """Let the forward of a layer of experts compute with the experts of all ranks of the expert group."""
     kind: Any = type(part)
 
+    @_disable_dynamo  # collectives within it, of sizes that the host reads
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
         group = expert_group(shard_degree, degree)
         num_experts: int = self.num_experts

@@ -165,10 +165,10 @@ def test_checkpoints_load_with_any_degree(run_ranks, tmp_path):
 # -- one forward and backward on two ranks; each case says what it is, and what it must equal --------------------------
 
 
-def parallelized(model, precision="32-true"):
+def parallelized(model, **options):
     from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
-    config = ParallelConfig(expert_parallel_degree=2, precision=precision)
+    config = ParallelConfig(expert_parallel_degree=2, **options)
     return parallelize(model, build_mesh(config.topology(2), DEVICE), config)
 
 
@@ -261,7 +261,7 @@ def mixed_precision():
     """Weights of experts stay in the type of the router, as without expert parallelism."""
     model, seen = make_model(), []
     model.model.layers[0].mlp.experts.register_forward_hook(lambda _, args, result: seen.extend([*args, result]))
-    loss_of(parallelized(model, "bf16-mixed"), halves()[0]).backward()
+    loss_of(parallelized(model, precision="bf16-mixed"), halves()[0]).backward()
     assert [each.dtype for each in seen] == [torch.bfloat16, torch.int64, torch.float32, torch.bfloat16]
 
 
@@ -314,6 +314,37 @@ def built_later(folder):
                 assert torch.equal(whole(value), state[parameter_name]), parameter_name
 
 
+def loads():
+    """Of the tokens of both ranks; blocks that run again in backward count once."""
+    from hyperpod_plugins.parallel import ExpertLoad
+
+    model = make_model()
+    alone = copy.deepcopy(model)
+    wanted, chosen = ExpertLoad(alone), []
+    alone.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    divided = parallelized(model, activation_checkpointing=True)
+    found = ExpertLoad(divided)
+    for batch in halves():
+        loss_of(alone, batch)
+    loss_of(divided, halves()[dist.get_rank()]).backward()
+    with torch.no_grad():
+        loss_of(divided, halves()[0])
+    counts = {name: each / dist.get_world_size() for name, each in wanted.counts().items()}  # the same on both ranks
+    numbers = torch.cat(chosen).flatten().bincount(minlength=8)
+    assert torch.equal(counts["model.layers.1.mlp.experts"], numbers.float())
+    assert all(torch.equal(each.float(), counts[name]) for name, each in found.counts().items())
+    assert found.values() == {}
+    loss_of(divided, halves()[dist.get_rank()])
+    shares = torch.stack([each / each.sum() for each in counts.values()]).double()
+    entropy = float(torch.distributions.Categorical(shares).entropy().mean() / torch.log(torch.tensor(8.0)))
+    expected = {
+        "router/entropy": entropy,
+        "router/max_load": 8 * float(shares.max()),
+        "router/min_load": 8 * float(shares.min()),
+    }
+    assert found.values() == pytest.approx(expected)
+
+
 def all_cases(folder):
     dist.init_process_group("hyperpod")
     implementations()
@@ -325,6 +356,7 @@ def all_cases(folder):
     a_layer_of_ones_own()
     mixed_precision()
     models_that_are_sharded_already()
+    loads()
     built_later(folder)
     an_expert_that_does_not_exist()
 
