@@ -8,7 +8,7 @@ unchanged. Not every combination is supported yet: others raise `NotBuiltYetErro
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
@@ -288,9 +288,9 @@ class ParallelConfig:
         return cls(**(values | _canonical(overrides, known)))
 
 
-def refuse_parts_of_shards(config: ParallelConfig, what: str) -> None:
-    """Raise `NotBuiltYetError` if `config` asks for context or expert parallelism, which `what` does not serve yet."""
-    for name in ("context_parallel_degree", "expert_parallel_degree"):
+def refuse_degrees(config: ParallelConfig, names: Sequence[str], what: str) -> None:
+    """Raise `NotBuiltYetError` if one of the degrees `names` is above 1, which `what` does not serve yet."""
+    for name in names:
         if getattr(config, name) > 1:
             raise NotBuiltYetError(
                 f"{name}={getattr(config, name)} is not served yet by {what}. Use {name}=1, or leave the other out."

@@ -37,7 +37,7 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
-from hyperpod_plugins.parallel.config import refuse_parts_of_shards
+from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
@@ -146,7 +146,8 @@ class Session:
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
         if elastic or samples_per_replica:
-            refuse_parts_of_shards(self.config, "a Session with `elastic` or samples_per_replica")
+            name = "a Session with `elastic` or samples_per_replica"
+            refuse_degrees(self.config, ["context_parallel_degree"], name)
         if elastic and not self._recovery.enabled:
             raise ConfigError("a Session with `elastic` needs recovery: leave out RecoveryOptions(enabled=False).")
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
@@ -156,6 +157,8 @@ class Session:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
         self._policy = elastic or None
         self._degrees = as_degrees(shard_degrees, tensor_degrees, reproducible=reproducible)
+        if any(self._degrees):
+            refuse_degrees(self.config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
         if any(self._degrees) and not elastic:
             raise ConfigError("shard_degrees and tensor_degrees need `elastic`: without it a job keeps its processes.")
         self._member = None

@@ -94,11 +94,11 @@ class OwnExperts(nn.Module):
 
     holds_experts = True
 
-    def __init__(self, num_experts=8):
+    def __init__(self, num_experts=8, width=16):
         super().__init__()
         self.num_experts = num_experts
-        self.up, self.bias = (nn.Parameter(torch.randn(num_experts, *size)) for size in ((16, 24), (24,)))
-        self.down = nn.Parameter(torch.randn(num_experts, 24, 16) / 5)
+        self.up, self.bias = (nn.Parameter(torch.randn(num_experts, *size)) for size in ((width, 24), (24,)))
+        self.down = nn.Parameter(torch.randn(num_experts, 24, width) / 5)
         self.power = nn.Parameter(torch.rand(num_experts) + 0.5)
 
     def forward(self, hidden, expert_index, weights):

@@ -616,9 +616,13 @@ def test_what_is_not_built_together_says_so(name):
     degree = {name: 2}
     config = ParallelConfig(**degree)
     training = TrainingShape(micro_batch_size=1, sequence_length=8)
-    for build in (
+    of_sequences = (
         lambda: Session(**degree, elastic=True, global_batch_size=8),
         lambda: Session(**degree, samples_per_replica=8),
+    )
+    for build in (
+        *(of_sequences if name == "context_parallel_degree" else ()),
+        lambda: Session(**degree, elastic=True, global_batch_size=8, shard_degrees=(4,)),
         lambda: plan_memory(llama(), config, training, world_size=2),
     ):
         with pytest.raises(NotBuiltYetError, match=f"{name}=2 is not served yet by"):
