@@ -29,6 +29,7 @@ then the number of experts of this rank, and parameters are the parts of these e
 import fnmatch
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,8 +79,9 @@ def find_experts(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Modul
             "of transformers that dispatches to experts_implementation, or a module of your own that says "
             "holds_experts = True (see hyperpod_plugins.parallel.expert_parallel). Use expert_parallel_degree=1."
         )
+    owners = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
     for name, part in found.items():
-        problem = _problem(model, part, is_named=name in named)
+        problem = _problem(model, part, owners, is_named=name in named)
         if problem:
             raise ConfigError(
                 f"expert_parallel_degree={degree} cannot serve {name} ({type(part).__name__}): {problem}. Use "
@@ -233,12 +235,19 @@ def _planned_names(model: nn.Module) -> set[str]:
     return found
 
 
-def _problem(model: nn.Module, part: Any, *, is_named: bool) -> str:
-    """Why dividing a layer of experts is not known to be exact; empty if it is."""
+def _problem(model: nn.Module, part: Any, owners: Mapping[int, int], *, is_named: bool) -> str:
+    """Why dividing a layer of experts is not known to be exact; empty if it is.
+
+    Args:
+        model: the model around it.
+        part: the layer.
+        owners: number of modules that hold each parameter, by its `id`.
+        is_named: whether a plan of transformers names it.
+    """
     own = dict(part.named_parameters(recurse=False))
     within = [name for name, _ in part.named_parameters() if name not in own]
     within += [name for name, _ in part.named_buffers()]
-    number, owners = getattr(part, "num_experts", None), _owners(model)
+    number = getattr(part, "num_experts", None)
     problem = ""
     if parametrize.is_parametrized(part) or within:
         problem = f"it has tensors that are not parameters of its own ({format_list(within) or 'parametrizations'})"
@@ -252,22 +261,13 @@ def _problem(model: nn.Module, part: Any, *, is_named: bool) -> str:
         problem = f"the first dimension of {format_list(others)} is not that of its {number} experts"
     elif quantized := [name for name, each in own.items() if not each.is_floating_point() or each.element_size() < 2]:
         problem = f"{format_list(quantized)} is quantized ({own[quantized[0]].dtype})"
-    elif shared := [name for name, each in own.items() if owners.get(id(each), 0) > 1]:
+    elif shared := [name for name, each in own.items() if owners[id(each)] > 1]:
         problem = f"{format_list(shared)} belongs to other modules, too"
     elif _is_of_transformers(part) and not is_named:
         problem = "the model's plan for expert parallelism in transformers (ep_plan) does not name it"
     elif any(getattr(each, "_use_kernels", False) for each in model.modules()):
         problem = "the model uses kernels from the hub (use_kernels), which may compute experts themselves"
     return problem
-
-
-def _owners(model: nn.Module) -> dict[int, int]:
-    """Number of modules that hold each parameter, by its `id`."""
-    found: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            found[id(parameter)] = found.get(id(parameter), 0) + 1
-    return found
 
 
 def _is_of_peft(part: nn.Module) -> bool:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hyperpod_plugins.parallel.local_optimizer import step_locally
+
 SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -61,7 +63,7 @@ def samples(number=NUM_STEPS * GLOBAL_BATCH):
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
 
 
 def state_of(model):
@@ -77,7 +79,7 @@ def train(model, parameters, batches, clip):
         loss.backward()
         gradients = gradients or {name: whole(each.grad) for name, each in model.named_parameters()}
         norms.append(float(clip(model.parameters(), MAX_NORM)))
-        optimizer.step()
+        step_locally(optimizer, lambda: None)
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, norms, gradients, state_of(model)

@@ -21,6 +21,8 @@ from parallel.expert_models import (
 )
 from torch import nn
 
+from hyperpod_plugins.parallel.local_optimizer import step_locally
+
 LAYOUTS = {
     "shard 2, experts 2": (2, {"expert_parallel_degree": 2}),
     "hsdp 2x2, experts 2": (4, {"hybrid_shard_degree": 2, "expert_parallel_degree": 2}),
@@ -32,6 +34,7 @@ LAYOUTS = {
     "context 2, experts 4": (4, {"context_parallel_degree": 2, "expert_parallel_degree": 4}),
     "context 2, experts 2": (4, {"context_parallel_degree": 2, "expert_parallel_degree": 2}),
 }
+OF_ALL_MODELS = ("shard 2, experts 2", "hsdp 2x2, experts 2")
 MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
@@ -50,11 +53,16 @@ def train_on_mesh(name, options, precision="32-true"):
     return [loss / group.size() for loss in losses], *rest
 
 
-def train_all_on_mesh(layouts, models=MODELS):
+def models_of(layout):
+    """Biases of GPT-OSS have 1e-6 of rounding, on one process, too; that of a context comes to it."""
+    return MODELS if layout in OF_ALL_MODELS else ("mixtral", "qwen3_moe" if "context" in layout else "gpt_oss")
+
+
+def train_all_on_mesh(layouts):
     dist.init_process_group("hyperpod")
     found = {}
     for name, options in layouts.items():
-        for model in models if len(options) < 2 or "hybrid_shard_degree" in options else models[:2]:
+        for model in models_of(name):
             found[model, name] = train_on_mesh(model, options)
     return found
 
@@ -71,14 +79,19 @@ def assert_close(found, wanted, what):
         torch.testing.assert_close(state[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
-@pytest.mark.spawns
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_steps_on_ranks_equal_one_process(run_ranks, world_size):
-    layouts = {name: options for name, (size, options) in LAYOUTS.items() if size == world_size}
-    results = run_ranks(train_all_on_mesh, layouts, world_size=world_size, timeout_s=150)
+def layouts_of(world_size):
+    return {name: options for name, (size, options) in LAYOUTS.items() if size == world_size}
+
+
+def assert_equal_one_process(found):
     alone = {name: train_alone(name) for name in MODELS}
-    for case, found in results[0].items():
-        assert_close(found, alone[case[0]], case)
+    for case, results in found.items():
+        assert_close(results, alone[case[0]], case)
+
+
+@pytest.mark.spawns
+def test_steps_on_four_ranks_equal_one_process(run_ranks):
+    assert_equal_one_process(run_ranks(train_all_on_mesh, layouts_of(4), world_size=4, timeout_s=150)[0])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -103,7 +116,7 @@ def trained(num_steps, options=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for batch in samples().split(GLOBAL_BATCH)[:num_steps]:
         loss_of(model, batch).backward()  # the same batch on all ranks
-        optimizer.step()
+        step_locally(optimizer, lambda: None)
         optimizer.zero_grad()
     return model, optimizer
 
@@ -127,13 +140,12 @@ def save_and_load(folder):
         writer.close()
         written[number] = everything(model, optimizer)
         export_safetensors(model, f"{folder}/{number}-exported")
-    for options in DEGREES:
-        for number, expected in {**written, "alone": None}.items():
+    for options, sources in zip(DEGREES, (("alone",), (0, "alone"), (0,), (2,), (0, 2)), strict=True):
+        for number in sources:
             model, optimizer = trained(0, options)
             load_checkpoint(f"{folder}/{number}", model=model, optimizers=[optimizer])
             found = everything(model, optimizer)
-            if expected is None:
-                expected = torch.load(f"{folder}/alone.pt")
+            expected = torch.load(f"{folder}/alone.pt") if number == "alone" else written[number]
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(found[name], value), (options, number, name)
@@ -231,7 +243,7 @@ def logits():
         with torch.no_grad():
             wanted = [model(input_ids=batch).logits for batch in halves()]
             found = parallelized(model)(input_ids=halves()[dist.get_rank()]).logits
-        torch.testing.assert_close(found, wanted[dist.get_rank()], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.cpu(), wanted[dist.get_rank()], rtol=1e-5, atol=1e-6)
 
 
 def auxiliary_loss():
@@ -293,7 +305,7 @@ def models_that_are_sharded_already():
 
 
 def built_later(folder):
-    """Delayed initialisation, and weights that are read from files part by part."""
+    """Delayed initialisation, also from rank 0, and weights that are read from files part by part."""
     import transformers
 
     from hyperpod_plugins.delayed_init import delayed_init
@@ -307,10 +319,16 @@ def built_later(folder):
         with delayed_init():
             drawn = drawn_again(wanted)
         with delayed_init():
+            sent = drawn_again(wanted)
+        with delayed_init():
             read = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
-        for model, expected in ((drawn, fresh), (read, wanted)):
+        for model, expected, source in (
+            (drawn, fresh, "every_rank"),
+            (sent, fresh, "rank_0"),
+            (read, wanted, "every_rank"),
+        ):
             state = dict(expected.named_parameters())
-            for parameter_name, value in parallelized(model).named_parameters():
+            for parameter_name, value in parallelized(model, delayed_values=source).named_parameters():
                 assert torch.equal(whole(value), state[parameter_name]), parameter_name
 
 
@@ -345,8 +363,8 @@ def loads():
     assert found.values() == pytest.approx(expected)
 
 
-def all_cases(folder):
-    dist.init_process_group("hyperpod")
+def train_and_try_all_cases(layouts, folder):
+    found = train_all_on_mesh(layouts)
     implementations()
     no_token_for_the_experts_of_a_rank(frozen=False)
     no_token_for_the_experts_of_a_rank(frozen=True)
@@ -359,8 +377,10 @@ def all_cases(folder):
     loads()
     built_later(folder)
     an_expert_that_does_not_exist()
+    return found
 
 
 @pytest.mark.spawns
-def test_cases_on_two_ranks(run_ranks, tmp_path):
-    run_ranks(all_cases, str(tmp_path), world_size=2, timeout_s=240)
+def test_steps_and_cases_on_two_ranks(run_ranks, tmp_path):
+    found = run_ranks(train_and_try_all_cases, layouts_of(2), str(tmp_path), world_size=2, timeout_s=240)
+    assert_equal_one_process(found[0])
