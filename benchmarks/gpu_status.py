@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ SITE = REPOSITORY / ".gpu-site"
 BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
 NEEDED = ("torch", "lightning", "pytest", "pytest_timeout", "hypothesis", "cloudpickle", "torchmetrics", "numpy")
 TESTS_S = 1800
-BENCHMARKS = ("throughput", "memory")
+BENCHMARKS = ("throughput", "memory", "gpu/offload", "gpu/fp8", "gpu/chunks_and_tiles", "gpu/delayed_load")
 """Those that compute on GPUs where there are any, also on a single one; the others start ranks on the CPU."""
 
 
@@ -70,13 +70,49 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Activation memory of one way to train, and its time, both compared with the plain step."""
+    """Peak memory of one way to train, or to load a model, and its time, both compared with a reference."""
 
+    benchmark: str
     way: str
     tokens: int
+    """Of a step; 0 where there is none."""
     peak_mib: float
-    memory: float
-    time: float
+    against: str
+    memory: float | None
+    """Ratio to the reference; None where that did not run."""
+    time: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A limit that a benchmark has checked."""
+
+    benchmark: str
+    what: str
+    measured: str
+    held: str
+    """`met`, `missed`, or why neither can be said."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What benchmarks have found."""
+
+    ratios: list[Ratio] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+    left: list[tuple[str, str, str]] = field(default_factory=list)
+    """Benchmark and contender that did not run, or stopped, and why."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """What became of each benchmark that failed."""
+
+    def add(self, document: Mapping[str, Any]) -> None:
+        """Read a benchmark's JSON."""
+        name, found = document["benchmark"], document.get("findings", {})
+        self.ratios += ratios_of(document)
+        self.peaks += peaks_of(document)
+        self.limits += [Limit(benchmark=name, **each) for each in found.get("limits", ())]
+        self.left += [(name, contender, why) for contender, why in found.get("left", {}).items()]
 
 
 def what_is_missing(modules: Mapping[str, bool], cuda: str | None, num_devices: int) -> str | None:
@@ -127,36 +163,43 @@ def ratios_of(document: Mapping[str, Any]) -> list[Ratio]:
 
 
 def peaks_of(document: Mapping[str, Any]) -> list[Peak]:
-    """Every way of the benchmark of memory; the first is the plain one, the last may be a longer step of another."""
+    """Every sample of a benchmark that measures memory, against the reference with as many tokens.
+
+    Without a named reference the first sample is that of all, as for the benchmark `memory`, whose last sample may be a
+    longer step.
+    """
     found = document.get("findings", {})
     samples = [*found.get("samples", ()), *filter(None, [found.get("longest")])]
-    return [
-        Peak(
-            way=sample["way"],
-            tokens=sample["tokens"],
-            peak_mib=sample["peak_mib"],
-            memory=sample["peak_mib"] / samples[0]["peak_mib"],
-            time=sample["step_s"] / samples[0]["step_s"],
+    name = found.get("reference")
+    peaks = []
+    for sample in samples:
+        same = [each for each in samples if each["way"] == name and each["tokens"] == sample["tokens"]]
+        reference = samples[0] if name is None else next(iter(same), None)
+        peaks.append(
+            Peak(
+                benchmark=document["benchmark"],
+                way=sample["way"],
+                tokens=sample["tokens"],
+                peak_mib=sample["peak_mib"],
+                against=samples[0]["way"] if name is None else name,
+                memory=_ratio(sample, reference, "peak_mib"),
+                time=_ratio(sample, reference, "step_s"),
+            )
         )
-        for sample in samples
-    ]
+    return peaks
 
 
-def section(
-    machine: Machine,
-    tests: Sequence[Ended],
-    ratios: Sequence[Ratio],
-    failures: Mapping[str, str],
-    peaks: Sequence[Peak] = (),
-) -> str:
+def _ratio(sample: Mapping[str, float], reference: Mapping[str, float] | None, name: str) -> float | None:
+    return sample[name] / reference[name] if reference and reference[name] else None
+
+
+def section(machine: Machine, tests: Sequence[Ended], measured: Measured) -> str:
     """What stands between the markers of the page.
 
     Args:
         machine: where it was run.
         tests: in the order in which they ran.
-        ratios: of all benchmarks that ended.
-        failures: what became of each benchmark that did not.
-        peaks: of the benchmark of memory.
+        measured: by the benchmarks.
     """
     count = {outcome: sum(test.outcome == outcome for test in tests) for outcome in ("pass", "FAIL", "skipped")}
     lines = [
@@ -168,21 +211,36 @@ def section(
         "|---|---|---|---|",
         *(f"| `{test.name}` | {test.outcome} | {test.seconds:.1f} | {_cell(test.why)} |" for test in tests),
     ]
-    if ratios or failures:
+    if measured.ratios or measured.failures:
         lines += ["", "| benchmark | contender | against | time ratio | 95 % interval |", "|---|---|---|---|---|"]
         lines += [
             f"| {each.benchmark}: {_cell(each.title)} | {each.contender} | {each.against} | {each.median:.3f} | "
             f"{each.low:.3f} .. {each.high:.3f} |"
-            for each in ratios
+            for each in measured.ratios
         ]
-        lines += [f"| {name} | | | {_cell(why)} | |" for name, why in sorted(failures.items())]
-    if peaks:
-        lines += ["", "| memory: a step of | tokens | peak, MiB | of plain | time, of plain |", "|---|---|---|---|---|"]
+        lines += [f"| {name} | | | {_cell(why)} | |" for name, why in sorted(measured.failures.items())]
+    if measured.limits:
+        lines += ["", "| limit, for an H200 | measured | held |", "|---|---|---|"]
+        lines += [f"| {_cell(each.what)} | {each.measured} | {_cell(each.held)} |" for each in measured.limits]
+    if measured.peaks:
         lines += [
-            f"| {_cell(each.way)} | {each.tokens} | {each.peak_mib:.1f} | {each.memory:.2f} | {each.time:.2f} |"
-            for each in peaks
+            "",
+            "| memory | tokens | peak, MiB | against | peak ratio | time ratio |",
+            "|---|---|---|---|---|---|",
         ]
+        lines += [
+            f"| {each.benchmark}: {_cell(each.way)} | {each.tokens or ''} | {each.peak_mib:.1f} | {each.against} | "
+            f"{_two_digits(each.memory)} | {_two_digits(each.time)} |"
+            for each in measured.peaks
+        ]
+    if measured.left:
+        lines += ["", "| did not run, or stopped | why |", "|---|---|"]
+        lines += [f"| {benchmark}: {_cell(contender)} | {_cell(why)} |" for benchmark, contender, why in measured.left]
     return "\n".join(lines)
+
+
+def _two_digits(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _cell(text: str) -> str:
@@ -246,21 +304,19 @@ def run_tests(site: Path) -> list[Ended]:
     return results_of(report.read_text())
 
 
-def run_benchmarks(site: Path, options: Sequence[str]) -> tuple[list[Ratio], list[Peak], dict[str, str]]:
-    """Every benchmark in turn: their ratios and peaks, and what became of those that failed."""
-    ratios, peaks, failures = [], [], {}
+def run_benchmarks(site: Path, options: Sequence[str]) -> Measured:
+    """Every benchmark in turn."""
+    measured = Measured()
     for name in BENCHMARKS:
         result = HERE / "results" / f"{name}.json"
         before_ns = result.stat().st_mtime_ns if result.exists() else None
         command = [sys.executable, "-m", "benchmarks.run_all", *options, name]
         code = subprocess.run(command, cwd=REPOSITORY, env=environ(site), check=False).returncode
         if code == 0 and result.exists() and result.stat().st_mtime_ns != before_ns:  # not that of an earlier run
-            document = json.loads(result.read_text())
-            ratios += ratios_of(document)
-            peaks += peaks_of(document)
+            measured.add(json.loads(result.read_text()))
         else:
-            failures[name] = f"failed with exit code {code}"
-    return ratios, peaks, failures
+            measured.failures[name] = f"failed with exit code {code}"
+    return measured
 
 
 def this_machine() -> Machine:
@@ -297,11 +353,11 @@ def main() -> int:
     make_site(SITE)
     tests = run_tests(SITE)
     options = ["--quick"] if arguments.quick else []
-    ratios, peaks, failures = ([], [], {}) if arguments.no_benchmarks else run_benchmarks(SITE, options)
-    written = section(this_machine(), tests, ratios, failures, peaks)
+    measured = Measured() if arguments.no_benchmarks else run_benchmarks(SITE, options)
+    written = section(this_machine(), tests, measured)
     PAGE.write_text(with_section(PAGE.read_text(), written))
     print(f"{written}\n\nwritten to {PAGE}")
-    return int(bool(failures) or not tests or any(test.outcome == "FAIL" for test in tests))
+    return int(bool(measured.failures) or not tests or any(test.outcome == "FAIL" for test in tests))
 
 
 if __name__ == "__main__":

@@ -140,6 +140,14 @@ def measure(way: str, folder: str, world_size: int) -> list[Sample]:
         return [Sample(**json.loads(Path(out, f"{rank}.json").read_text())) for rank in range(world_size)]
 
 
+def write_random(folder: str, parameters: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """Write a model of random values with about that many parameters, made on a device."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config(parameters), dtype=dtype)
+    sys.stdout.write(f"writing {sum(each.numel() for each in model.parameters()) / 1e6:.0f} M parameters\n")
+    model.save_pretrained(folder, max_shard_size="500MB")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--parameters", type=int, default=10**9)
@@ -153,10 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = args.folder or made
     try:
         if made:
-            model = AutoModelForCausalLM.from_config(config(2 * 10**7 if args.quick else args.parameters))
-            sys.stdout.write(f"writing {sum(each.numel() for each in model.parameters()) / 1e6:.0f} M parameters\n")
-            model.save_pretrained(folder, max_shard_size="500MB")
-            del model
+            write_random(folder, 2 * 10**7 if args.quick else args.parameters)
         samples = [sample for way in args.ways for sample in measure(way, folder, args.ranks)]
     finally:
         if made:

@@ -14,8 +14,11 @@ allocator's.
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from hyperpod_plugins.planning import TrackedMemory, UncountedPool
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
 PINS = "transformers offload"
+ACCELERATE = "accelerate offload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class Way:
     """How a step is trained."""
 
     checkpointing: str = "none"
-    """`none`, `transformers` (its own), `transformers offload` (its own), or `ours`."""
+    """`none`, `transformers` (its own), `transformers offload`, `accelerate offload` (their own), or `ours`."""
     offloads: bool = False
     chunks: int = 1
     tiles: int = 1
@@ -81,25 +85,60 @@ def build(device: torch.device) -> nn.Module:
     return LlamaForCausalLM(config).to(device).train()
 
 
-def run(name: str, tokens: int, device: torch.device) -> Sample:
-    """Train one step that counts, after one that creates gradients and the pool."""
-    way, model, offload, tracker = WAYS[name], build(device), None, TrackedMemory()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one step took."""
+
+    loss: float
+    seconds: float
+    peak_bytes: int
+    """Above what was allocated when it began."""
+
+
+def apply(way: Way, model: nn.Module, device: torch.device, tracker: TrackedMemory) -> ActivationOffload | None:
+    """Set a model up for a way to train it; our offload, where it has one."""
     if way.chunks > 1:
         chunk_loss(model, way.chunks)
     if way.tiles > 1:
         tile_mlps(model, way.tiles)
     blocks: Any = model.model.layers
+    # Older versions of transformers have the second name only.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     if way.checkpointing == "ours":
         recompute_blocks(blocks)
     elif way.checkpointing == "transformers":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable({"use_reentrant": False})
     elif way.checkpointing == PINS:
-        model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
-    if way.offloads:
-        pool = UncountedPool(device, tracker) if device.type == "cpu" else HostPool(device)
-        offload = ActivationOffload(device, pool=pool)
-        offload.attach(blocks)
-    batch = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+        enable({"use_reentrant": False}, offload=True)
+    elif way.checkpointing == ACCELERATE:
+        offload_as_accelerate(model)
+    if not way.offloads:
+        return None
+    pool = UncountedPool(device, tracker) if device.type == "cpu" else HostPool(device)
+    offload = ActivationOffload(device, pool=pool)
+    offload.attach(blocks)
+    return offload
+
+
+def offload_as_accelerate(model: Any) -> None:
+    """Do what Accelerate's FSDP2 plugin does for `activation_checkpointing_offload`, by its own function."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        activation_checkpointing=True,
+        activation_checkpointing_offload=True,
+    )
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+
+
+def step_of(model: nn.Module, tokens: int, device: torch.device) -> Callable[[], float]:
+    """Forward and backward of random tokens; returns the loss. The first call creates the gradients."""
+    vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
+    batch = torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
 
     def step() -> float:
         model.zero_grad(set_to_none=False)
@@ -107,28 +146,44 @@ def run(name: str, tokens: int, device: torch.device) -> Sample:
         loss.backward()
         return float(loss.detach())
 
-    step()
-    began_s = time.perf_counter()
-    if device.type == "cuda":
+    return step
+
+
+def measured(step: Callable[[], float], model: nn.Module, device: torch.device, tracker: TrackedMemory) -> Taken:
+    """Run one step of a model that has gradients already."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
     else:
         for parameter in model.parameters():
             tracker.leave_out(parameter)
             tracker.leave_out(parameter.grad)
-        with tracker:
-            loss = step()
-        peak = tracker.peak
+        before = tracker.peak = tracker.current
+    began_s = time.perf_counter()
+    with nullcontext() if is_cuda else tracker:
+        loss = step()
+    if is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began_s
+    peak = torch.cuda.max_memory_allocated() if is_cuda else tracker.peak
+    return Taken(loss=loss, seconds=seconds, peak_bytes=peak - before)
+
+
+def run(name: str, tokens: int, device: torch.device) -> Sample:
+    """Train one step that counts, after one that creates gradients and the pool."""
+    model, tracker = build(device), TrackedMemory()
+    offload = apply(WAYS[name], model, device, tracker)
+    step = step_of(model, tokens, device)
+    step()
+    taken = measured(step, model, device, tracker)
     return Sample(
         way=name,
         tokens=tokens,
-        peak_mib=peak / 2**20,
-        step_s=time.perf_counter() - began_s,
-        loss=loss,
+        peak_mib=taken.peak_bytes / 2**20,
+        step_s=taken.seconds,
+        loss=taken.loss,
         stored_mib=0.0 if offload is None else offload.stored_bytes / 2 / 2**20,
     )
 

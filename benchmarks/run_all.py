@@ -1,4 +1,7 @@
-"""Runs every benchmark, one after the other, and ends with one table of all ratios: `make bench`."""
+"""Runs every benchmark, one after the other, and ends with one table of all ratios: `make bench`.
+
+Those in `benchmarks/gpu` run if they are named; `make gpu` does that.
+"""
 
 import argparse
 import json
@@ -20,6 +23,10 @@ DEADLINE_S = {
     "resize": 900,
     "reproducible": 900,
     "memory": 1800,
+    "gpu/offload": 10_800,
+    "gpu/fp8": 1800,
+    "gpu/chunks_and_tiles": 1800,
+    "gpu/delayed_load": 1800,
 }
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 
@@ -58,11 +65,14 @@ def main() -> int:
     harness.leave_cleanly_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="see that all work; the figures mean nothing")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(DEADLINE_S)} (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"some of: {', '.join(DEADLINE_S)} (default: all but those in gpu/)"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(DEADLINE_S):
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(DEADLINE_S)}")
-    names = arguments.names or [name for name in DEADLINE_S if (HERE / f"{name}.py").exists()]
+    there = [name for name in DEADLINE_S if (HERE / f"{name}.py").exists()]
+    names = arguments.names or [name for name in there if not name.startswith("gpu/")]
     lines, outcomes = [], {}
     for index, name in enumerate(names):
         print(f"\n== {name} ({index + 1} of {len(names)})", flush=True)

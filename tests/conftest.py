@@ -4,6 +4,8 @@ import os
 
 if os.environ.get("HYPERPOD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; see docs/gpu-status.md
+# Before torch is imported: several tests run at a time, and threads that wait for each other's turn take most of it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import harness
 import hypothesis

@@ -801,12 +801,15 @@ def accelerator(page):
 
 
 FROM_ENVIRON = "HyperPodPlugin.from_environ()"
+BESIDE_A_PRESET = "HyperPodPlugin.from_environ(loss_chunks=16, mlp_tiles=4)"
 
 
-@fragments("docs/guides/accelerate.md", FROM_ENVIRON)
+@fragments("docs/guides/accelerate.md", FROM_ENVIRON, BESIDE_A_PRESET)
 def accelerator_from_environ(page):
     from hyperpod_plugins.accelerate import HyperPodAccelerator, HyperPodPlugin
 
+    page.run(BESIDE_A_PRESET)
+    assert (page["plugin"].config.loss_chunks, page["plugin"].config.mlp_tiles) == (16, 4)
     page.run(FROM_ENVIRON, HyperPodPlugin=HyperPodPlugin)
     assert isinstance(page["accelerator"], HyperPodAccelerator)
 

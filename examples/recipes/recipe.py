@@ -144,26 +144,39 @@ class Recipe:
         return model
 
     def plan(self) -> MemoryPlan:
-        """What a rank needs, from the model on the meta device."""
+        """What a rank needs, from the model on the meta device.
+
+        `plan_memory` refuses context parallelism, so a rank's part of a sequence is planned as a sequence of its own.
+        What attention exchanges between ranks is left out.
+        """
         with torch.device("meta"):
             model = self.build()
+        degree = self.config.context_parallel_degree
         shape = TrainingShape(
-            micro_batch_size=self.training.micro_train_batch_size, sequence_length=self.training.sequence_length
+            micro_batch_size=self.training.micro_train_batch_size,
+            sequence_length=-(-self.training.sequence_length // degree),
         )
         world_size, per_node = self.trainer.num_nodes * self.trainer.devices, self.trainer.devices
-        return plan_memory(model, self.config, shape, world_size=world_size, ranks_per_node=per_node)
+        config = replace(self.config, context_parallel_degree=1)
+        return plan_memory(model, config, shape, world_size=world_size, ranks_per_node=per_node)
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":
         """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers."""
         asked = self.config
         tensor_degree = 2 if asked.tensor_parallel_degree > 1 else 1
         shard_degree = 2 if asked.hybrid_shard_degree != 1 else 1
+        context_degree = 2 if asked.context_parallel_degree > 1 else 1
+        degrees = {
+            "tensor_parallel_degree": tensor_degree,
+            "hybrid_shard_degree": shard_degree,
+            "context_parallel_degree": context_degree,
+        }
         policy = {"min_nodes": 1, "max_nodes": 1, "replica_increment_step": 1} if self.elastic_policy else {}
         return replace(
             self,
             model={name: SMOKE_SIZES.get(name, value) for name, value in self.model.items()},
             trainer=replace(self.trainer, num_nodes=1, devices=num_ranks),
-            parallel=self.parallel | {"tensor_parallel_degree": tensor_degree, "hybrid_shard_degree": shard_degree},
+            parallel=self.parallel | degrees,
             training=replace(
                 self.training,
                 sequence_length=32,

@@ -30,6 +30,8 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.context_parallel import match_contexts
+from hyperpod_plugins.parallel.expert_parallel import match_experts
 from hyperpod_plugins.parallel.parallelize import match_float8
 from hyperpod_plugins.parallel.topology import AXES, Topology
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
@@ -64,15 +66,18 @@ def needs_previous_gradients(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-def refuse_other_types(module: LightningModule, config: ParallelConfig) -> None:
-    """Raise if a module that sharded itself computes in another type than the configuration says.
+def refuse_other_layers(module: LightningModule, config: ParallelConfig) -> None:
+    """Raise if a module that is sharded already computes in another way than the configuration says.
 
-    Parameters and layers cannot be converted after sharding; the strategy converts modules that it shards itself.
+    Layers cannot be converted after sharding; the strategy converts modules that it shards itself.
 
     Raises:
-        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype; see also `match_float8`.
+        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype; see also `match_float8`,
+            `match_contexts` and `match_experts`.
     """
     match_float8(module, config)
+    match_contexts(module, config)
+    match_experts(module, config)
     if config.precision != "bf16-true":
         return
     others = [

@@ -10,6 +10,7 @@ the vocabulary (`loss_parallel`).
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -83,8 +84,26 @@ def _chunk_loss(head: Callable[[Tensor], Tensor], ignore_index: int, hidden: Ten
     return getattr(loss, "full_tensor", lambda: loss)()
 
 
-class LogitsNotComputed:
-    """Stands for the logits of a model whose loss is computed in chunks; each use of it says so."""
+class UnusableLogits(ABC):
+    """Stands for the logits of a model that are not there as a whole; each use of it says so."""
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, use: str) -> str:
+        """Return the message for a use, such as `logits.mean`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise `AttributeError`: there are no whole logits."""
+        raise AttributeError(self.refusal(f"logits.{name}"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Raise `ConfigError`: there are no whole logits."""
+        raise ConfigError(cls.refusal(f"{getattr(function, '__name__', function)}(logits)"))
+
+
+class LogitsNotComputed(UnusableLogits):
+    """Stands for the logits of a model whose loss is computed in chunks."""
 
     def __init__(self, hidden: Tensor) -> None:
         """Keep what the head would have been given."""
@@ -99,15 +118,6 @@ class LogitsNotComputed:
         """Return this object: the loss of a chunk is computed in float32."""
         return self
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise `AttributeError`: there are no logits."""
-        raise AttributeError(self.refusal(f"logits.{name}"))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        """Raise `ConfigError`: there are no logits."""
-        raise ConfigError(cls.refusal(f"{getattr(function, '__name__', function)}(logits)"))
-
     @classmethod
     def refusal(cls, use: str) -> str:
         """Return the message for a use, such as `logits.mean`."""
@@ -118,17 +128,18 @@ class LogitsNotComputed:
 
 
 def _refuse_use(name: str) -> Callable[..., NoReturn]:
-    def use(self: LogitsNotComputed, *_: Any) -> NoReturn:
+    def use(self: UnusableLogits, *_: Any) -> NoReturn:
         raise ConfigError(self.refusal(f"{name}(logits)"))
 
     return use
 
 
 _OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg abs getitem setitem len iter float bool lt gt"
+    "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg abs getitem setitem len iter float bool "
+    "eq ne lt le gt ge"
 )
 for _name in _OPERATORS.split():
-    setattr(LogitsNotComputed, f"__{_name}__", _refuse_use(_name))
+    setattr(UnusableLogits, f"__{_name}__", _refuse_use(_name))
 
 
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:

@@ -11,6 +11,7 @@ All else in a transformer treats each token alone, so that only attention commun
 
 Both use two autograd functions, `gather_sequence` and `exchange`; their backward is again a collective, issued in the
 order of the autograd graph, which is the same on all ranks of the group. Tensors travel as bytes, so that any type may.
+Under torch.compile, what communicates runs between the graphs.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.autograd.function import once_differentiable
 
 from hyperpod_plugins.errors import ConfigError
@@ -64,11 +66,16 @@ class SequenceLayout:
         return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in self.chunks(rank)], dim)
 
     def whole(self, parts: Tensor, dim: int) -> Tensor:
-        """Bring the parts of all ranks, which follow each other along `dim` in order of ranks, into sequence order."""
+        """Bring the parts of all ranks into the order of the sequence.
+
+        Args:
+            parts: of all ranks, stacked along a first dimension.
+            dim: dimension of a part that is the sequence.
+        """
         if self.exchanges_heads:
-            return parts
-        order = torch.cat([self.positions(rank, parts.device) for rank in range(self.degree)])
-        return parts.index_select(dim, order.argsort())
+            return torch.cat(parts.unbind(), dim)
+        head, tail = parts.unflatten(dim + 1, (2, self.local_length // 2)).unbind(dim + 1)
+        return torch.cat([*head.unbind(), *reversed(tail.unbind())], dim)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -161,9 +168,10 @@ def gather_sequence(local: Tensor, layout: SequenceLayout, group: dist.ProcessGr
         `(batch, heads, length, size)`, in the order of the sequence. Its gradients are summed over the group.
     """
     gathered: Any = _Gather.apply(local, group)
-    return layout.whole(gathered.permute(1, 2, 0, 3, 4).flatten(2, 3), dim=2)
+    return layout.whole(gathered, dim=2)
 
 
+@_disable_dynamo
 def mean_over_context(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The loss of whole sequences from each rank's share of it.
 
@@ -178,6 +186,7 @@ def mean_over_context(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SharedMean.apply(share, group)  # pyright: ignore[reportReturnType]
 
 
+@_disable_dynamo
 def attend(
     compute: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     query: Tensor,
@@ -186,6 +195,8 @@ def attend(
     mask: Tensor | None,
     layout: SequenceLayout,
     group: dist.ProcessGroup,
+    *,
+    num_columns: int = 0,
 ) -> Tensor:
     """Compute causal attention of this rank's queries over whole sequences.
 
@@ -199,6 +210,9 @@ def attend(
             `(1 or batch, 1, local length, length)` where keys and values are gathered.
         layout: of the sequence.
         group: of the ranks that have its parts.
+        num_columns: where keys and values are gathered, the number of keys that `compute` is given for all queries; by
+            default those up to the last query. It matters where a query may attend to no key, and `compute` spreads its
+            weights over all that it is given.
 
     Returns:
         `(batch, local length, heads, value size)`.
@@ -212,10 +226,10 @@ def attend(
         rows: list[Tensor] = []
         done = 0
         for begin, end in layout.chunks(group.rank()):
-            size = end - begin
-            own_mask = mask[:, :, done : done + size, :end]
+            size, columns = end - begin, num_columns or end
+            own_mask = mask[:, :, done : done + size, :columns]
             own_query = query[:, :, done : done + size]
-            rows.append(compute(own_query, key[:, :, :end], value[:, :, :end], own_mask))
+            rows.append(compute(own_query, key[:, :, :columns], value[:, :, :columns], own_mask))
             done += size
         return torch.cat(rows, dim=1)
     degree = layout.degree
@@ -266,6 +280,8 @@ def sdpa(
 ) -> Tensor:
     """Torch's attention as `attend` calls it; fewer heads of keys and values are repeated.
 
+    With a mask, they are repeated here: torch has no fast kernel on CUDA that takes both a mask and fewer heads.
+
     Args:
         query: `(batch, heads, rows, size)`.
         key: `(batch, heads or fewer, columns, size)`.
@@ -277,6 +293,9 @@ def sdpa(
     Returns:
         `(batch, rows, heads, size)`.
     """
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and mask is not None:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     found = F.scaled_dot_product_attention(
         query,
         key,

@@ -12,45 +12,61 @@ A model of another kind uses a `SequenceContext` in its own forward (`sequence_c
 """
 
 import inspect
-import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
-from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, LogitsNotComputed, derived_class
+from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, UnusableLogits, derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend, mean_over_context
+from hyperpod_plugins.parallel.context_checks import (
+    SPLIT_INPUTS,
+    check_split_call,
+    check_split_model,
+    check_unchanged,
+    refuse_mixing_modules,
+)
 from hyperpod_plugins.parallel.sequence_context import DEGREES, ContextDegrees, check_alike, shares_heads
 from hyperpod_plugins.parallel.topology import context_group
 
-log = logging.getLogger(__name__)
-
-SERVED_MODELS = ("gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""`model_type` of the Hugging Face models that are split: all but their attention treats each token alone."""
 _USES_CONTEXT = "uses_sequence_context"
-_ATTENTION = {"sdpa": "hyperpod_context_sdpa", "eager": "hyperpod_context_eager"}
-_LIBRARIES = ("transformers", "torch", "peft", "hyperpod_plugins")
-"""Libraries whose modules, in such a model, are known to treat each token alone outside of attention."""
-_MIXES_TOKENS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer),
-)
-"""Modules of torch that do not."""
+_CHOOSE_ATTENTION = "_hyperpod_choose_attention"
+"""Attribute of a language model: its modules whose configuration chooses the attention."""
+_NUM_COLUMNS = "hyperpod_num_columns"
+"""Argument that the layers of a model pass on to attention."""
 _MIXES_DOCUMENTS = ("gpt_oss",)
 """Models that do not pass positions on to the masks of transformers (5.23)."""
-_MOVING_ROTATIONS = ("dynamic", "longrope")
-_SPLIT_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
-_WHOLE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_REFUSED_INPUTS = ("past_key_values", "inputs_embeds", "cache_position", *_WHOLE_OUTPUTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """How attention of whole sequences is computed."""
+
+    kind: str
+    """Of the heads of one rank: `sdpa` or `eager`."""
+    exchanges_heads: bool
+    """Whether ranks exchange heads; otherwise keys and values are gathered."""
+
+    @property
+    def name(self) -> str:
+        """Name under which transformers knows it."""
+        return f"hyperpod_context_{self.kind}_{'heads' if self.exchanges_heads else 'keys'}"
+
+
+# The models' own functions ("eager") may read parameters of each head, such as sinks, from their module: no exchange.
+_ATTENTIONS = [
+    _Attention(kind=kind, exchanges_heads=heads) for kind, heads in (("sdpa", True), ("sdpa", False), ("eager", False))
+]
 
 
 def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) -> None:
@@ -67,45 +83,75 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
     degree = config.context_parallel_degree
     if degree == 1:
         return
-    own = [part for part in model.modules() if getattr(part, _USES_CONTEXT, False)]
+    is_own = any(getattr(part, _USES_CONTEXT, False) for part in model.modules())
     found = [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
-    if own and not found:
-        context_group(shard_degree, degree)
-        for part in own:
-            vars(part)[DEGREES] = ContextDegrees(shard_degree=shard_degree, context_degree=degree, exchanges_heads=True)
-        return
-    if len(found) != 1 or own:
+    if is_own == bool(found) or len(found) > 1:
         raise ConfigError(
             f"context_parallel_degree={degree} needs one causal language model of transformers, but "
-            f"{type(model).__name__} contains {len(found)}. For a model of your own, see "
-            "hyperpod_plugins.parallel.SequenceContext; otherwise use context_parallel_degree=1."
+            f"{type(model).__name__} contains {len(found)}{' and modules that use a SequenceContext' * is_own}. For a "
+            "model of your own, see hyperpod_plugins.parallel.SequenceContext; otherwise use "
+            "context_parallel_degree=1."
         )
-    _split_language_model(found[0], degree, shard_degree)
-
-
-def _split_language_model(model: Any, degree: int, shard_degree: int) -> None:
-    from transformers import PreTrainedModel
-
-    _check_model(model)
-    config = model.config
-    attention = config._attn_implementation
-    # Attention functions of the models ("eager") may read parameters of each head, such as sinks, from their module.
-    shares = attention == "sdpa" and shares_heads(degree, config.num_attention_heads, config.num_key_value_heads)
-    degrees = ContextDegrees(shard_degree=shard_degree, context_degree=degree, exchanges_heads=shares)
+    degrees = ContextDegrees(shard_degree=shard_degree, context_degree=degree)
+    if is_own:
+        refuse_mixing_modules(model)
+    else:
+        _split_language_model(found[0], model, degrees)
     context_group(shard_degree, degree)  # there must be one
-    _register()
     for part in model.modules():
         vars(part)[DEGREES] = degrees
-        if isinstance(part, PreTrainedModel):
-            own: Any = part.config
-            own._attn_implementation = _ATTENTION[attention]
+
+
+def match_contexts(model: nn.Module, config: ParallelConfig) -> None:
+    """Check that a model that is sharded already was split over as many ranks as the configuration says.
+
+    Raises:
+        ConfigError: it was not; it cannot be split any more, or again.
+    """
+    held: list[ContextDegrees] = [vars(part)[DEGREES] for part in model.modules() if DEGREES in vars(part)]
+    asked, found = config.context_parallel_degree, {degrees.context_degree for degrees in held} or {1}
+    if found == {asked}:
+        return
+    if found == {1}:
+        problem = (
+            "was sharded already, by the program or with context_parallel_degree=1, so its sequences cannot be split "
+            "any more. Leave the sharding to this package, give a new model"
+        )
+    else:
+        problem = (
+            f"was sharded with context_parallel_degree={max(found)}, and its sequences cannot be split in another way. "
+            "Give a new model"
+        )
+    raise ConfigError(
+        f"context_parallel_degree={asked}, but this {type(model).__name__} {problem}, or use "
+        f"context_parallel_degree={max(found)}."
+    )
+
+
+def _split_language_model(model: Any, root: nn.Module, degrees: ContextDegrees) -> None:
+    from transformers import PreTrainedModel
+
     kind: Any = type(model)
-    split = _SplitForward(degrees, inspect.signature(kind.forward))
+    check_split_model(model, root, kind.loss_function.__get__(model))
+    config = model.config
+    heads = config.num_attention_heads, config.num_key_value_heads
+    attention = _Attention(
+        kind=config._attn_implementation,
+        exchanges_heads=config._attn_implementation == "sdpa" and shares_heads(degrees.context_degree, *heads),
+    )
+    _register()
+    choosing: list[Any] = [
+        part for part in model.modules() if isinstance(part, PreTrainedModel) or "is_causal" in vars(part)
+    ]
+    vars(model)[_CHOOSE_ATTENTION] = choosing
+    for part in choosing:
+        part.config._attn_implementation = attention.name
+    split = _SplitForward(degrees, attention, kind)
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own, sequences = split.part(self, args, kwargs)
-        _running.sequences = sequences
+        _running.sequences, _running.has_mask = sequences, False
         try:
             output = kind.forward(self, **own)
         finally:
@@ -114,46 +160,6 @@ def _split_language_model(model: Any, degree: int, shard_degree: int) -> None:
 
     # Not hooks: wrappers such as PEFT's call `model.forward(...)`.
     model.__class__ = derived_class(kind, {"forward": forward})
-
-
-def _check_model(model: Any) -> None:
-    """Refuse models for which it is not known that splitting is exact."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    config, name = model.config, type(model).__name__
-    kinds = {type(part) for part in model.modules()}
-    strangers = sorted(
-        kind.__name__
-        for kind in kinds
-        if kind.__module__.partition(".")[0] not in _LIBRARIES or issubclass(kind, _MIXES_TOKENS)
-    )
-    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    problem = ""
-    if config.model_type not in SERVED_MODELS:
-        problem = (
-            f"model_type={config.model_type!r} is not among those whose layers are known to treat each token alone "
-            f"outside of attention: {', '.join(SERVED_MODELS)}"
-        )
-    elif config._attn_implementation not in _ATTENTION:
-        problem = (
-            f"its attention is {config._attn_implementation!r}, and only attn_implementation='sdpa' and 'eager' are "
-            "served"
-        )
-    elif strangers:
-        problem = f"it contains {format_list(strangers)}, which may mix tokens"
-    elif model.loss_function is not ForCausalLMLoss:
-        problem = "it has a loss function of its own"
-    elif rotation in _MOVING_ROTATIONS:
-        problem = f"its rotary positions (rope_type={rotation!r}) depend on the longest position that a rank has"
-    elif getattr(config, "is_causal", True) is False:
-        problem = "its attention is not causal"
-    elif whole := [key for key in _WHOLE_OUTPUTS if getattr(config, key, False)]:
-        problem = (
-            f"its configuration asks for {', '.join(whole)}, of which each rank has a part only; an auxiliary loss of "
-            "routers is no sum over tokens"
-        )
-    if problem:
-        raise ConfigError(f"context_parallel_degree cannot serve {name}: {problem}. Use context_parallel_degree=1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +180,14 @@ class _Running(threading.local):
     """What is known of the forward that this thread is running, for the masks that transformers asks for."""
 
     sequences: _Sequences | None = None
+    has_mask: bool = False
+    """Whether it has asked for one."""
 
 
 _running = _Running()
 
 
-class LogitsOfPart(LogitsNotComputed):
+class LogitsOfPart(UnusableLogits):
     """Stands for the logits of whole sequences, of which this rank has a part; each use of it says so."""
 
     def __init__(self, part: Tensor, positions: Tensor) -> None:
@@ -201,36 +209,43 @@ class LogitsOfPart(LogitsNotComputed):
 class _SplitForward:
     """What happens before and after the forward of a language model."""
 
-    def __init__(self, degrees: ContextDegrees, signature: inspect.Signature) -> None:
-        self._degrees, self._signature = degrees, signature
+    def __init__(self, degrees: ContextDegrees, attention: _Attention, kind: Any) -> None:
+        self._degrees, self._attention, self._kind = degrees, attention, kind
+        self._signature = inspect.signature(kind.forward)
 
     def part(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Sequences]:
         """Return the arguments for this rank's part, and the whole sequences.
 
         Raises:
-            ConfigError: an argument cannot be split, or the ranks of the group have different sequences.
+            ConfigError: an argument cannot be split, the ranks of the group have different sequences, or the program
+                has changed the model to one that cannot be split.
         """
+        asked = {part.config._attn_implementation for part in vars(model)[_CHOOSE_ATTENTION]}
+        check_unchanged(model, self._attention.name, asked, self._kind.loss_function.__get__(model))
         given = self._arguments(args, kwargs)
-        _check_arguments(given)
+        check_split_call(given)
         group = self._degrees.group
-        check_alike({name: given.get(name) for name in _SPLIT_INPUTS}, group)
         ids: Tensor = given["input_ids"]
         batch, length = ids.shape
-        layout, rank = self._degrees.layout(length), group.rank()
-        added = layout.length - length
-        positions = given.get("position_ids")
-        documents = padding = None
-        if given.get("attention_mask") is not None:
-            kept = given["attention_mask"].to(ids.device, torch.bool)
-            padding = None if bool(kept.all()) else F.pad(kept, (0, added))
+        layout = SequenceLayout.of(length, group.size(), exchanges_heads=self._attention.exchanges_heads)
+        rank, added = group.rank(), layout.length - length
+        kept, positions = given.get("attention_mask"), given.get("position_ids")
+        lacks_some = begins_again = torch.zeros((), dtype=torch.bool)
+        if kept is not None:
+            kept = kept.to(ids.device, torch.bool)
+            lacks_some = ~kept.all()
         elif positions is not None:
-            documents = _documents(model, positions, given)
+            begins_again = _begins_again(positions).any()
+        has_padding, has_documents = check_alike(_compared(given), group, lacks_some, begins_again)
+        padding = F.pad(kept, (0, added)) if kept is not None and has_padding else None
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
         more = positions[:, -1:] + torch.arange(1, added + 1, device=ids.device)
         positions = torch.cat([positions, more], dim=1).expand(batch, -1)
-        if documents is not None:
-            documents = torch.cat([documents, documents[:, -1:].expand(-1, added)], dim=1).expand(batch, -1)
+        documents = None
+        if has_documents:
+            _check_documents(model, given)
+            documents = F.pad(_begins_again(positions), (1, 0)).cumsum(dim=1)
         ignored = given.get("ignore_index", IGNORED)
         targets = given.get("shift_labels")
         if targets is None:
@@ -246,16 +261,28 @@ class _SplitForward:
             "attention_mask": torch.ones_like(own_ids),  # so that transformers looks for no documents in a part
             "labels": own_targets,
             "shift_labels": own_targets,
-            "num_items_in_batch": count / self._degrees.context_degree,
+            "num_items_in_batch": count / group.size(),
             "use_cache": False,
         }
+        if has_padding and self._attention.kind == "eager":
+            # Eager attention of a token that may attend to none has equal weights for all of its sequence.
+            own[_NUM_COLUMNS] = length
         return given | own, sequences
 
     def whole(self, output: Any, sequences: _Sequences) -> Any:
-        """Replace this rank's share of the loss by the loss of whole sequences, and its logits by what refuses use."""
-        group = self._degrees.group
+        """Replace this rank's share of the loss by the loss of whole sequences, and its logits by what refuses use.
+
+        Raises:
+            ConfigError: the forward did not ask for the mask of whole sequences.
+        """
+        if not _running.has_mask:
+            raise ConfigError(
+                f"the forward of {self._kind.__name__} did not ask for a mask of whole sequences, so a rank may have "
+                "attended to its part only. Leave the forward of the model as transformers has it, or use "
+                "context_parallel_degree=1."
+            )
         loss, logits, *rest = output if isinstance(output, tuple) else (output["loss"], output["logits"])
-        loss = mean_over_context(loss, group)
+        loss = mean_over_context(loss, self._degrees.group)
         if isinstance(logits, Tensor):
             logits = LogitsOfPart(logits, sequences.layout.positions(sequences.rank, logits.device))
         if isinstance(output, tuple):
@@ -275,61 +302,35 @@ class _SplitForward:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be split."""
-    problem = ""
-    refused = [name for name in _REFUSED_INPUTS if name in given and given[name] is not False]
-    keeps = given.get("logits_to_keep", 0)
-    if "input_ids" not in given or refused:
-        problem = f"takes input_ids, and no {', '.join(_REFUSED_INPUTS)}, but was given {', '.join(sorted(given))}"
-    elif "labels" not in given and "shift_labels" not in given:
-        problem = (
-            "computes the loss itself, so it needs labels: logits are those of a part of the sequence on each rank"
-        )
-    elif given.get("use_cache") or isinstance(keeps, Tensor) or keeps:
-        problem = "cannot use a cache or keep some logits only (use_cache, logits_to_keep)"
-    elif given.get("is_causal", True) is not True:
-        problem = "has causal attention (is_causal)"
-    else:
-        for name in _SPLIT_INPUTS:
-            value, length = given.get(name), given["input_ids"].shape[-1]
-            if value is not None and (not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != length):
-                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                problem = f"takes {name} of the shape (batch, {length}), but was given {shape}"
-                break
-    if problem:
-        raise ConfigError(
-            f"with context_parallel_degree above 1, a model {problem}. Change the call, or use "
-            "context_parallel_degree=1."
-        )
+def _compared(given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """What must be the same on all ranks of a context group, by name."""
+    compared: dict[str, Tensor | None] = {name: given.get(name) for name in SPLIT_INPUTS}
+    for name in ("num_items_in_batch", "ignore_index"):
+        compared[name] = None if name not in given else torch.as_tensor(given[name])
+    return compared
 
 
-def _documents(model: Any, positions: Tensor, given: Mapping[str, Any]) -> Tensor | None:
-    """Return the document of each token, if positions begin again within a sequence."""
-    from transformers.masking_utils import find_packed_sequence_indices
+def _begins_again(positions: Tensor) -> Tensor:
+    """Whether a document ends before each position but the first, as transformers sees it: `(batch, length - 1)`."""
+    return positions.diff(dim=1) != 1
 
-    found = find_packed_sequence_indices(positions)
-    if found is None:
-        return None
+
+def _check_documents(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse sequences of several documents where, on one process, tokens would attend to earlier documents."""
     recomputes = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    if given.get("use_cache", model.config.use_cache) and not recomputes:
-        raise ConfigError(
-            "position_ids begin again within a sequence, so it has several documents, but use_cache is true in the "
-            "model's configuration: transformers then lets tokens attend to earlier documents. Set "
-            "model.config.use_cache = False, or pass use_cache=False."
-        )
+    problem = ""
     if model.config.model_type in _MIXES_DOCUMENTS:
-        _warn_of_documents(type(model).__name__)
-    return found
-
-
-@cache
-def _warn_of_documents(name: str) -> None:
-    log.warning(
-        "position_ids begin again within a sequence, so tokens attend to their own document only. On one process, "
-        "attn_implementation='eager' of %s in transformers lets them attend to earlier documents, too.",
-        name,
-    )
+        problem = (
+            f"{type(model).__name__} of transformers lets tokens attend to earlier documents. Give it samples of one "
+            "document, or use another model."
+        )
+    elif given.get("use_cache", model.config.use_cache) and not recomputes:
+        problem = (
+            "use_cache is true in the model's configuration: transformers then lets tokens attend to earlier "
+            "documents. Set model.config.use_cache = False, or pass use_cache=False."
+        )
+    if problem:
+        raise ConfigError(f"position_ids begin again within a sequence, so it has several documents, but {problem}")
 
 
 # -- what transformers calls ----------------------------------------------------------------------------------------
@@ -338,13 +339,14 @@ def _warn_of_documents(name: str) -> None:
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for attention, name in _ATTENTION.items():
-        AttentionInterface.register(name, partial(_attention, attention))
-        AttentionMaskInterface.register(name, partial(_mask, attention))
+    for attention in _ATTENTIONS:
+        AttentionInterface.register(attention.name, partial(_attention, attention))
+        AttentionMaskInterface.register(attention.name, partial(_mask, attention))
 
 
+@_disable_dynamo
 def _mask(
-    attention: str,
+    attention: _Attention,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -366,9 +368,11 @@ def _mask(
     sequences = _running.sequences
     if sequences is None:
         raise ConfigError(
-            "a part of a model with context_parallel_degree above 1 was called by itself. Call the whole causal "
-            "language model, which splits its sequences."
+            "a part of a model with context_parallel_degree above 1 was called by itself, or another model that "
+            "shares its configuration object. Call the whole causal language model, which splits its sequences; give "
+            "another model a copy of the configuration (copy.deepcopy(config))."
         )
+    _running.has_mask = True
     layout, device = sequences.layout, sequences.positions.device
     if use_vmap or not _is_plain_or_windowed(mask_function) or q_length != kv_length:
         raise ConfigError(
@@ -376,7 +380,7 @@ def _mask(
             f"asks for another mask ({getattr(mask_function, '__qualname__', mask_function)})."
         )
     is_whole = sequences.documents is None and sequences.padding is None
-    if attention == "sdpa" and layout.exchanges_heads and is_whole and not _is_windowed(mask_function):
+    if layout.exchanges_heads and is_whole and not _is_windowed(mask_function):
         return None
     if sequences.documents is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequences.positions, sequences.documents)
@@ -388,7 +392,7 @@ def _mask(
     if sequences.padding is not None:
         mask = mask & padding_mask_function(sequences.padding)(*index)
     mask = mask.expand(len(places), 1, len(rows), len(columns))
-    if attention == "sdpa":
+    if attention.kind == "sdpa":
         return mask
     return torch.where(mask, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min)
 
@@ -413,12 +417,12 @@ def _is_windowed(mask_function: Any) -> bool:
 
 
 def _attention(
-    attention: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    attention: _Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of transformers over whole sequences.
 
     Args:
-        attention: how the heads of one rank are computed, `sdpa` or `eager`.
+        attention: how it is computed.
         module: attention layer of the model.
         query: `(batch, heads, local length, size)`; key and value likewise, perhaps with fewer heads.
         key: see `query`.
@@ -435,10 +439,17 @@ def _attention(
     degrees: ContextDegrees | None = vars(module).get(DEGREES)
     if degrees is None:
         raise ConfigError(
-            f"a layer of {type(module).__name__} was added after parallelize, with the configuration of a model that "
-            "is split over a context group. Build the whole model first."
+            f"a {type(module).__name__} that was not in the model when it was parallelized has the configuration of "
+            "one that is split over a context group. Build the whole model first; give another model a copy of the "
+            "configuration (copy.deepcopy(config))."
         )
-    layout = degrees.layout(query.shape[2] * degrees.context_degree)
+    group = degrees.group
+    layout = SequenceLayout(
+        length=query.shape[2] * degrees.context_degree,
+        degree=degrees.context_degree,
+        exchanges_heads=attention.exchanges_heads,
+    )
+    num_columns: int = kwargs.pop(_NUM_COLUMNS, 0)
     window = kwargs.get("sliding_window")
     rows = layout.length if layout.exchanges_heads else layout.local_length
     if mask is None:
@@ -453,16 +464,18 @@ def _attention(
             f"mask of its own, a cache, a bias ({', '.join(others) or 'none'}), or is not causal. Use "
             "context_parallel_degree=1."
         )
-    inner = _inner_attention(attention, module)
+    inner = _inner_attention(attention.kind, module)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return inner(module, query, key, value, mask, **kwargs)[0]
 
-    return attend(compute, query, key, value, mask, layout, degrees.group), None
+    if kwargs.get("s_aux") is not None:
+        num_columns = 0  # a token that may attend to none attends to the sink
+    return attend(compute, query, key, value, mask, layout, group, num_columns=num_columns), None
 
 
-def _inner_attention(attention: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
-    if attention == "sdpa":
+def _inner_attention(kind: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    if kind == "sdpa":
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward

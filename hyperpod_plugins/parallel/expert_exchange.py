@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, format_list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +64,21 @@ class Routes:
     def send_back(self, rows: Tensor) -> Tensor:
         """Send rows back to the ranks that they came from, where they are in `order` again."""
         return _exchange(rows, self.received, self.sent, self.group)
+
+
+def check_inputs(layer: str, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> None:
+    """Check the inputs of a layer of experts, `layer`.
+
+    Raises:
+        ConfigError: they are not `(tokens, hidden)`, `(tokens, choices)` and `(tokens, choices)`.
+    """
+    shapes = [tuple(each.shape) for each in (hidden, expert_index, weights)]
+    if [len(shape) for shape in shapes] != [2, 2, 2] or shapes[1] != shapes[2] or len(hidden) != len(expert_index):
+        raise ConfigError(
+            f"{layer} must be called with hidden states (tokens, hidden), indices of experts (tokens, choices) and "
+            f"weights (tokens, choices), but their shapes are {format_list(map(str, shapes))}. Flatten other "
+            "dimensions before, or use expert_parallel_degree=1."
+        )
 
 
 def route(expert_index: Tensor, num_experts: int, group: dist.ProcessGroup) -> tuple[Routes, Tensor]:

@@ -46,7 +46,7 @@ from torch.nn.utils import parametrize
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, format_list
 from hyperpod_plugins.memory.chunked_loss import derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.expert_exchange import compute_with_experts, route
+from hyperpod_plugins.parallel.expert_exchange import check_inputs, compute_with_experts, route
 from hyperpod_plugins.parallel.hsdp import cached_mesh_slices, mixed_precision_policy
 from hyperpod_plugins.parallel.topology import EXPERT, EXPERT_SHARD, build_expert_mesh, expert_group
 
@@ -80,6 +80,11 @@ def find_experts(model: nn.Module, config: ParallelConfig) -> dict[str, nn.Modul
             "holds_experts = True (see hyperpod_plugins.parallel.expert_parallel). Use expert_parallel_degree=1."
         )
     owners = Counter(id(each) for part in model.modules() for each in part.parameters(recurse=False))
+    if named_blocks := {type(part).__name__ for part in found.values()} & set(config.block_classes):
+        raise ConfigError(
+            f"block_classes names {', '.join(sorted(named_blocks))}, a layer of experts, which is a unit of its own "
+            f"with expert_parallel_degree={degree}. Leave it out, or name the class of the block around it."
+        )
     for name, part in found.items():
         problem = _problem(model, part, owners, is_named=name in named)
         if problem:
@@ -113,7 +118,8 @@ def shard_experts(
         averages_replicas: see `parallelize`.
 
     Raises:
-        ConfigError: there is no group for the degree, or `averages_replicas` is False.
+        ConfigError: there is no group for the degree.
+        NotBuiltYetError: `averages_replicas` is False.
         DegreeError: the ranks that share the same experts cannot have equal parts of them.
     """
     if not experts:
@@ -156,12 +162,23 @@ def match_experts(model: nn.Module, config: ParallelConfig) -> None:
     """
     meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
     found = {mesh[EXPERT].size() for mesh in meshes if EXPERT in (mesh.mesh_dim_names or ())} or {1}
-    if found != {config.expert_parallel_degree}:
-        raise ConfigError(
-            f"expert_parallel_degree={config.expert_parallel_degree}, but this {type(model).__name__} is sharded "
-            f"already, with its experts divided among {max(found)} ranks. Leave the sharding to this package, or use "
-            f"expert_parallel_degree={max(found)}."
+    asked = config.expert_parallel_degree
+    if found == {asked}:
+        return
+    if found == {1}:
+        problem = (
+            "was sharded already, by the program or with expert_parallel_degree=1, so its experts cannot be divided "
+            "any more. Leave the sharding to this package, give a new model"
         )
+    else:
+        problem = (
+            f"was sharded with expert_parallel_degree={max(found)}, and its experts cannot be divided in another way. "
+            "Give a new model"
+        )
+    raise ConfigError(
+        f"expert_parallel_degree={asked}, but this {type(model).__name__} {problem}, or use "
+        f"expert_parallel_degree={max(found)}."
+    )
 
 
 def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
@@ -170,6 +187,7 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
 
     @_disable_dynamo  # collectives within it, of sizes that the host reads
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
+        check_inputs(kind.__name__, hidden, expert_index, weights)
         group = expert_group(shard_degree, degree)
         num_experts: int = self.num_experts
         routes, expert_of_row = route(expert_index, num_experts, group)
@@ -177,12 +195,32 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
         def compute(rows: Tensor, experts: Tensor) -> Tensor:
             with _own_experts(self, num_experts // degree):
                 if len(rows) == 0:
+                    with torch.no_grad():  # other ranks wait for this one unless it finds the same fault
+                        one = rows.new_zeros((1, rows.shape[1]))
+                        _check_result(kind, one, kind.forward(self, one, experts.new_zeros((1, 1)), one[:, :1] + 1))
                     return rows + _nothing(self)
-                return kind.forward(self, rows, experts[:, None], torch.ones_like(rows[:, :1]))
+                result = kind.forward(self, rows, experts[:, None], torch.ones_like(rows[:, :1]))
+                _check_result(kind, rows, result)
+                return result
 
         return compute_with_experts(compute, hidden, weights, routes, expert_of_row)
 
     part.__class__ = derived_class(kind, {"forward": forward})
+
+
+def _check_result(kind: type[nn.Module], rows: Tensor, result: object) -> None:
+    """Check that experts have computed what travels back as the rows came.
+
+    Raises:
+        ConfigError: the result has another shape or type.
+    """
+    if not isinstance(result, Tensor) or (result.shape, result.dtype) != (rows.shape, rows.dtype):
+        found = f"{tuple(result.shape)} in {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError(
+            f"{kind.__name__} must compute from rows of hidden states as many rows of the same width and type, "
+            f"{tuple(rows.shape)} in {rows.dtype}, but its result is {found}. Convert it in its forward, or use "
+            "expert_parallel_degree=1."
+        )
 
 
 @contextmanager
@@ -199,13 +237,14 @@ def _own_experts(part: Any, num_experts: int) -> Generator[None]:
         part.num_experts = whole
 
 
-def _own_parameters(part: Any) -> dict[str, Tensor]:
+def _own_parameters(part: Any) -> dict[str, Tensor | None]:
     return part._parameters
 
 
 def _nothing(part: nn.Module) -> Tensor:
     """Zero, `()`, that depends on the experts: a rank without rows takes part in backward like the others."""
-    return torch.stack([0.0 * each.reshape(-1)[:1].sum() for each in _own_parameters(part).values()]).sum()
+    held = [each for each in _own_parameters(part).values() if each is not None]
+    return torch.stack([0.0 * each.reshape(-1)[:1].sum() for each in held]).sum()
 
 
 # -- what is served -------------------------------------------------------------------------------------------------
@@ -265,9 +304,18 @@ def _problem(model: nn.Module, part: Any, owners: Mapping[int, int], *, is_named
         problem = f"{format_list(shared)} belongs to other modules, too"
     elif _is_of_transformers(part) and not is_named:
         problem = "the model's plan for expert parallelism in transformers (ep_plan) does not name it"
-    elif any(getattr(each, "_use_kernels", False) for each in model.modules()):
-        problem = "the model uses kernels from the hub (use_kernels), which may compute experts themselves"
+    else:
+        problem = _problem_of_forward(model, part)
     return problem
+
+
+def _problem_of_forward(model: nn.Module, part: nn.Module) -> str:
+    """Why tokens might not be exchanged when a layer of experts is called; empty if they are."""
+    if "forward" in vars(part):
+        return "its attribute forward replaces the method of its class, and would not exchange tokens"
+    if any(getattr(each, "_use_kernels", False) for each in model.modules()):
+        return "the model uses kernels from the hub (use_kernels), which may compute experts themselves"
+    return ""
 
 
 def _is_of_peft(part: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.context_parallel import split_contexts
+from hyperpod_plugins.parallel.context_parallel import match_contexts, split_contexts
 from hyperpod_plugins.parallel.expert_parallel import find_experts, match_experts, shard_experts
 from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
@@ -74,12 +74,14 @@ def parallelize(
 
     Raises:
         ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
-            must not be used afterwards. See also `apply_offload`.
+            must not be used afterwards. See also `apply_offload`, and `match_contexts`, `match_experts` and
+            `match_float8` for a model that is sharded already.
         InitializationError: a parameter without a value cannot be initialized.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if is_sharded:
         match_float8(model, config)
+        match_contexts(model, config)
         match_experts(model, config)
     if config.float8_recipe == "te-fp8" and not averages_replicas:
         raise ConfigError(

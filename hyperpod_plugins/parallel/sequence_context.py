@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
@@ -18,25 +19,22 @@ from hyperpod_plugins.parallel.topology import context_group
 DEGREES = "_hyperpod_context"
 """Attribute of modules that holds their `ContextDegrees`."""
 _FACTORS = (1_000_003, 998_244_353)
+_MODULUS = 2_147_483_647
+_DIGESTED = 1 << 20
+"""Number of elements that are digested at a time, which limits the memory that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextDegrees:
-    """What identifies the context group of a model, and how its attention communicates."""
+    """What identifies the context group of a model."""
 
     shard_degree: int
     context_degree: int
-    exchanges_heads: bool
-    """Whether attention exchanges heads; otherwise it gathers keys and values."""
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Group of the ranks that have parts of the same sequences."""
         return context_group(self.shard_degree, self.context_degree)
-
-    def layout(self, length: int) -> SequenceLayout:
-        """Return the layout of sequences of a length, which may have to be padded."""
-        return SequenceLayout.of(length, self.context_degree, exchanges_heads=self.exchanges_heads)
 
 
 class SequenceContext:
@@ -53,8 +51,9 @@ class SequenceContext:
                 return context.mean(loss, targets.numel())
 
     `parallelize` accepts a model with `context_parallel_degree` above 1 if one of its modules says
-    `uses_sequence_context = True`. All else in the model must treat each token alone. In a model that was not
-    parallelized, the part is the whole.
+    `uses_sequence_context = True`; every module of it may then ask for its `SequenceContext`. All else in the model
+    must treat each token alone. Modules of torch that do not, such as convolutions and batch norms, are refused, unless
+    their attribute `treats_tokens_alone` is True. In a model that was not parallelized, the part is the whole.
     """
 
     def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -69,7 +68,7 @@ class SequenceContext:
         """Return this rank's part of sequences, which must be the same on all ranks of the context group.
 
         Args:
-            module: the one that says `uses_sequence_context = True`.
+            module: one of the model that was parallelized.
             length: of the sequences.
             num_heads: number of heads of the attention.
             num_key_value_heads: number of heads of keys and values; 0 for as many as `num_heads`.
@@ -91,14 +90,16 @@ class SequenceContext:
         return cls(layout, degrees.group, device)
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor whose dimension `dim` is the sequence; for integers, compare it first.
+        """Return this rank's part of a tensor whose dimension `dim` is the sequence.
+
+        Inputs, which need no gradient, are compared with those of the other ranks first.
 
         Raises:
-            ConfigError: the ranks of the context group were given different tensors.
+            ConfigError: the ranks of the context group were given different inputs.
         """
         if self._group is None:
             return whole
-        if not whole.is_floating_point():
+        if not whole.requires_grad:
             check_alike({"sequences": whole}, self._group)
         return self._layout.part(whole, self._rank, dim)
 
@@ -159,33 +160,57 @@ def shares_heads(degree: int, num_heads: int, num_key_value_heads: int) -> bool:
     return num_heads % degree == 0 and num_key_value_heads % degree == 0
 
 
-def check_alike(sequences: Mapping[str, Tensor | None], group: dist.ProcessGroup) -> None:
-    """Compare sequences with those of the other ranks, by digests. A collective.
+@_disable_dynamo
+def check_alike(sequences: Mapping[str, Tensor | None], group: dist.ProcessGroup, *facts: Tensor) -> list[bool]:
+    """Compare sequences with those of the other ranks, by digests. A collective, after which the host waits once.
+
+    Args:
+        sequences: by the names for the message.
+        group: of the ranks that must have the same.
+        *facts: booleans `()` of this rank to be read in the same wait.
+
+    Returns:
+        The facts.
 
     Raises:
-        ConfigError: they differ; all ranks of the group raise.
+        ConfigError: sequences differ; all ranks of the group raise.
     """
     device = next(value.device for value in sequences.values() if value is not None)
     own = torch.cat([_digest(value).to(device) for value in sequences.values()])
     found = own.new_zeros((dist.get_world_size(group), own.numel()))
     all_gather(found.flatten(), own, group)
-    differ = (found != own).view(len(found), len(sequences), -1).any(dim=2).any(dim=0).tolist()
-    if group_health.suppresses_collectives or not any(differ):  # after a break, nothing was received
-        return
-    names = [name for name, is_other in zip(sequences, differ, strict=True) if is_other]
-    raise ConfigError(
-        f"the ranks of a context group must be given the same samples, but {', '.join(names)} differ between them. Use "
-        "the sampler of the framework, or one with data_rank and data_degree of the topology, and draw no random "
-        "numbers in the data that differ between ranks."
-    )
+    differ = (found != own).view(len(found), len(sequences), -1).any(dim=2).any(dim=0)
+    read: list[bool] = torch.cat([differ, *(fact.reshape(1).to(device) for fact in facts)]).tolist()
+    names = [name for name, is_other in zip(sequences, read, strict=False) if is_other]
+    if names and not group_health.suppresses_collectives:  # after a break, nothing was received
+        raise ConfigError(
+            f"the ranks of a context group must be given the same samples, but {', '.join(names)} differ between them. "
+            "Use the sampler of the framework, or one with data_rank and data_degree of the topology, and draw no "
+            "random numbers in the data that differ between ranks."
+        )
+    return read[len(sequences) :]
 
 
 def _digest(value: Tensor | None) -> Tensor:
-    """Return `(5,)`: whether there is a tensor, its shape, and two sums that depend on each element and its place."""
+    """Return `(4,)`: whether there is a tensor, its shape, and two sums that depend on each element and its place."""
     if value is None:
-        return torch.zeros(5, dtype=torch.int64)
-    flat = value.detach().reshape(-1).to(torch.int64) + 1
-    places = torch.arange(1, flat.numel() + 1, device=flat.device)
-    sums = [(flat * (places * factor % 2_147_483_647)).sum() for factor in _FACTORS]
-    shape = torch.tensor([1, value.shape[0], value[0].numel()], device=flat.device)
-    return torch.cat([shape, torch.stack(sums)])
+        return torch.zeros(4, dtype=torch.int64)
+    shape = 0
+    for size in value.shape:
+        shape = (shape * _FACTORS[0] + size + 1) % _MODULUS
+    sums = torch.zeros(2, dtype=torch.int64, device=value.device)
+    factors = sums.new_tensor(_FACTORS)[:, None]
+    first = 1
+    for bits in _bits(value.detach()).split(_DIGESTED):
+        places = torch.arange(first, first + bits.numel(), device=bits.device)
+        sums += ((bits.to(torch.int64) + 1) * (places * factors % _MODULUS)).sum(dim=1)
+        first += bits.numel()
+    return torch.cat([sums.new_tensor([1, shape]), sums])
+
+
+def _bits(value: Tensor) -> Tensor:
+    """The elements of a tensor as integers, flat, so that equal bits give equal integers."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
+    if not flat.is_floating_point():
+        return flat
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

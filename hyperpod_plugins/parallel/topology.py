@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
@@ -37,6 +38,8 @@ EXPERT = "expert"
 EXPERT_SHARD = "expert_shard"
 """Name of the group of ranks of a replica that share the same experts, and of that axis of the mesh of experts."""
 EXPERT_AXES = ("replicate", EXPERT_SHARD, EXPERT)
+_existing_groups: dict[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = {}
+"""Those that `_existing_group` has found; each layer asks in each forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,11 @@ class Topology:
     def shape(self) -> tuple[int, int, int]:
         """Sizes of the axes, in the order of `AXES`."""
         return self.replicate_degree, self.shard_degree, self.tensor_degree
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """World size, and shard, tensor and expert degree: if equal, a rank has the same part of the parameters."""
+        return self.world_size, self.shard_degree, self.tensor_degree, self.expert_degree
 
     @property
     def data_degree(self) -> int:
@@ -250,6 +258,7 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
     return new_axis_group(*_group_of(topology, "data", dist.get_rank()))
 
 
+@_disable_dynamo  # which does not know the members of our groups
 def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGroup:
     """Return the group of the ranks that hold the parts of this rank's sequences, which `build_mesh` has created.
 
@@ -287,8 +296,13 @@ def build_expert_mesh(mesh: DeviceMesh, expert_degree: int) -> DeviceMesh:
 
 
 def _existing_group(axis: str, degrees: Mapping[str, int]) -> ResilientProcessGroup:
+    asked = frozenset(degrees.items())
+    found = _existing_groups.get((axis, asked))
+    if found is not None and not found.is_closed:
+        return found
     for group in live_groups().values():
-        if group.key.axis == axis and degrees.items() <= set(group.key.coordinates):
+        if group.key.axis == axis and asked <= set(group.key.coordinates):
+            _existing_groups[axis, asked] = group
             return group
     name = "context" if axis == CONTEXT else "expert"
     raise ConfigError(

@@ -11,7 +11,8 @@ allocates gathered parameters by resizing their storage, which is counted, too.
 
 Gathered is what FSDP2 would hold at the peak of that step. It gathers a unit before it runs, in the type of
 computation, and in backward the unit before it, too; whole gradients of a unit wait until all are there. What belongs
-to no unit (embeddings, the head) is gathered from the forward pass to the end of backward.
+to no unit (embeddings, the head) is gathered from the forward pass to the end of backward. With `float8_all_gather`
+weights of float8 layers are gathered in one byte a value; their gradients keep the type of computation.
 
 What `param_offload` and `optimizer_offload` keep in host memory counts there, and not on the device. A step on the host
 also needs a copy of the shards of parameters and gradients, if these are on the device.
@@ -43,13 +44,14 @@ from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.memory.tiled_mlp import skip_trials
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.config import refuse_degrees
-from hyperpod_plugins.parallel.hsdp import find_blocks
+from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
+from hyperpod_plugins.precision.float8 import convertible_linears
 from hyperpod_plugins.recovery.snapshot import COPIES
 
 GIB = 2**30
-_FLOAT32, _BFLOAT16 = 4, 2
+_FLOAT32, _BFLOAT16, _FLOAT8 = 4, 2, 1
 _SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 _FUSED = "hyperpod_plan"
 _NOT_PLANNED = ("context_parallel_degree", "expert_parallel_degree")
@@ -401,6 +403,7 @@ class _Units:
     def __init__(self, model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
         self._model, self._tracker = model, tracker
         self._size = _FLOAT32 if config.precision == "32-true" else _BFLOAT16
+        self._in_float8 = _gathered_in_float8(model, config)
         self._keeps = not config.reshard_after_forward
         found = {id(block) for block in find_blocks(model, config.block_classes)}
         self._units = [part for part in model.modules() if id(part) in found]
@@ -424,9 +427,12 @@ class _Units:
             for each in trained:
                 each.register_post_accumulate_grad_hook(partial(self._accumulate, unit))
 
-    def _num_bytes(self, unit: nn.Module, *, trained_only: bool = False) -> int:
-        parameters = self._parameters[id(unit)]
-        return self._size * sum(each.numel() for each in parameters if each.requires_grad or not trained_only)
+    def _num_bytes(self, unit: nn.Module) -> int:
+        """What the parameters of a unit take while they are gathered."""
+        return sum(
+            each.numel() * (_FLOAT8 if id(each) in self._in_float8 else self._size)
+            for each in self._parameters[id(unit)]
+        )
 
     def _gather(self, unit: nn.Module) -> None:
         """A message arrives as a whole, and is copied into the parameters."""
@@ -454,11 +460,19 @@ class _Units:
         waiting = self._waiting[id(unit)]
         waiting.discard(id(parameter))
         if not waiting:
-            whole = self._num_bytes(unit, trained_only=True)
+            num_trained = sum(each.numel() for each in self._parameters[id(unit)] if each.requires_grad)
             self._free(unit)
-            message = whole // self._size * _FLOAT32
+            message = num_trained * _FLOAT32
             self._tracker.add(message)
-            self._tracker.add(-message - whole)
+            self._tracker.add(-message - num_trained * self._size)
+
+
+def _gathered_in_float8(model: nn.Module, config: ParallelConfig) -> set[int]:
+    """Return the `id` of each weight that FSDP2 would gather in float8; tensor parallelism has split the model."""
+    if not config.float8_all_gather:
+        return set()
+    linears = convertible_linears(model, outermost_blocks(model, config.block_classes))
+    return {id(each.weight) for each in linears.values()}
 
 
 def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> None:

@@ -174,6 +174,18 @@ def convert_linears(
     )
 
 
+def convertible_linears(model: nn.Module, blocks: Collection[nn.Module] = ()) -> dict[str, nn.Linear]:
+    """Return the layers that `convert_linears` would convert with a recipe of torchao, by name.
+
+    Args:
+        model: as for `convert_linears`.
+        blocks: as for `convert_linears`.
+    """
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    left = _left_out(model, linears, blocks, replaces_modules=False)
+    return {name: part for name, part in linears.items() if name not in left}
+
+
 def _left_out(
     model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collection[nn.Module], *, replaces_modules: bool
 ) -> dict[str, str]:

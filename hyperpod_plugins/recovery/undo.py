@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.parallel.hsdp import reshard
-from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace
+from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups
 from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.optimizer_copy import OptimizerCopy, local_tensor, parameters_of
 from hyperpod_plugins.recovery.packing import as_integers
@@ -408,11 +408,24 @@ def forget_iteration(model: nn.Module) -> None:
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
+        _forget_gathered_gradients(part)
         state: Any = part._get_fsdp_state()
         if not CAN_RESET:
             _forget_forward(part, state)
         elif state._is_root:  # set in the first forward
             part.reset_iter_state()
+
+
+def _forget_gathered_gradients(part: FSDPModule) -> None:
+    """Drop what backward has added up for gathered parameters, if an exception has interrupted it within their unit.
+
+    FSDP2's own reset keeps it, and the next backward would add to it.
+    """
+    for group in parameter_groups(part):
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if "_unsharded_param" in vars(each):  # since the first forward
+                each._unsharded_param.grad = None
 
 
 def _forget_forward(part: FSDPModule, state: Any) -> None:

@@ -22,6 +22,7 @@ import torch.distributed.run
 from hyperpod_plugins.presets import preset_path
 
 SCRIPT = Path(__file__).with_name("train_preset.py")
+LONG_SCRIPT = SCRIPT.with_name("train_long_preset.py")
 ONE_SHARD = ["--parallelism_config_dp_shard_size", "1"]
 LAUNCHES = {  # preset: what two processes need, and the layout they train in
     "checkpointless": ([], [1, 2, 1]),
@@ -34,6 +35,7 @@ LAUNCHES = {  # preset: what two processes need, and the layout they train in
     "full-shard": ([], [1, 2, 1]),
     "hsdp-1node": (ONE_SHARD, [2, 1, 1]),
     "hsdp-tp": (ONE_SHARD, [1, 1, 2]),
+    "long-context": (["--parallelism_config_cp_size", "2"], [1, 2, 1]),
     "offload": ([], [1, 2, 1]),
 }
 TWO = ["--num_processes", "2"]
@@ -84,7 +86,9 @@ def launch_all(folder):
             if preset == "elastic":
                 for name, value in ELASTIC.items():
                     patch.setenv(name, value)
-            ended[preset] = accelerate_launch(preset, *TWO, *arguments, report=f"{folder}/{preset}.json")
+            script = LONG_SCRIPT if preset == "long-context" else SCRIPT
+            report = f"{folder}/{preset}.json"
+            ended[preset] = accelerate_launch(preset, *TWO, *arguments, script=script, report=report)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYPERPOD_CONFIG", str(preset_path("checkpointless")))
         script = [str(SCRIPT), f"{folder}/torchrun.json"]
@@ -107,8 +111,8 @@ def test_accelerate_launch_trains_with_the_preset(launched, preset):
     report = reports[preset]
     assert report["layout"] == LAUNCHES[preset][1]
     assert report["precision"] == ("32-true" if preset == "cpu-smoke" else "bf16-mixed")
-    assert report["recomputes"] == (preset in ("full-shard", "offload"))
-    assert report["offloads"] == (preset == "offload")
+    assert report["recomputes"] == (preset in ("full-shard", "long-context", "offload"))
+    assert report["offloads"] == (preset in ("long-context", "offload"))
     assert report["float8"] == (preset == "fp8")
     assert report["backend"] == "hyperpod"
     assert report["losses"][-1] < report["losses"][0]

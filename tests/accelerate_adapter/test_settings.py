@@ -121,6 +121,7 @@ LAYOUTS = {
     "hsdp-1node": (4, 1),
     "hsdp-multinode": (8, 1),
     "hsdp-tp": (2, 2),
+    "long-context": (8, 1),
     "offload": (0, 1),
 }
 
@@ -136,8 +137,9 @@ def test_a_preset_says_what_it_is_for_and_asks_for_its_layout(name):
     assert (options.get("hybrid_shard_degree", 0), options.get("tensor_parallel_degree", 1)) == LAYOUTS[name]
     assert options["precision"] == ("32-true" if name == "cpu-smoke" else "bf16-mixed")
     assert options.get("fp8", "off") == ("torchao" if name == "fp8" else "off")
-    assert options.get("activation_checkpointing", False) == (name in ("full-shard", "offload"))
-    assert options.get("sm_activation_offloading", False) == (name == "offload")
+    assert options.get("activation_checkpointing", False) == (name in ("full-shard", "long-context", "offload"))
+    assert options.get("sm_activation_offloading", False) == (name in ("long-context", "offload"))
+    assert options.get("context_parallel_degree", 1) == (8 if name == "long-context" else 1)
     assert preset_summary(name).endswith((".", "?"))
     assert f"hyperpod preset {name}" in preset_path(name).read_text()
 

@@ -18,7 +18,9 @@ from benchmarks.gpu_status import (
     PAGE,
     REPOSITORY,
     Ended,
+    Limit,
     Machine,
+    Measured,
     Peak,
     Ratio,
     make_site,
@@ -70,18 +72,25 @@ def test_peaks_of_the_benchmark_of_memory_are_read():
     plain = {"way": "plain", "tokens": 256, "peak_mib": 40.0, "step_s": 0.5}
     ours = {"way": "recompute", "tokens": 256, "peak_mib": 20.0, "step_s": 0.75}
     document = {"benchmark": "memory", "findings": {"samples": [plain, ours], "longest": None}, "comparisons": []}
+    of_memory = {"benchmark": "memory", "against": "plain"}
     assert peaks_of(document) == [
-        Peak(way="plain", tokens=256, peak_mib=40.0, memory=1.0, time=1.0),
-        Peak(way="recompute", tokens=256, peak_mib=20.0, memory=0.5, time=1.5),
+        Peak(**of_memory, way="plain", tokens=256, peak_mib=40.0, memory=1.0, time=1.0),
+        Peak(**of_memory, way="recompute", tokens=256, peak_mib=20.0, memory=0.5, time=1.5),
     ]
-    document["findings"]["longest"] = {**ours, "tokens": 2048}
-    assert peaks_of(document)[-1] == Peak(way="recompute", tokens=2048, peak_mib=20.0, memory=0.5, time=1.5)
+    document["findings"]["longest"] = longest = {**ours, "tokens": 2048}
+    assert peaks_of(document)[-1] == Peak(
+        **of_memory, way="recompute", tokens=2048, peak_mib=20.0, memory=0.5, time=1.5
+    )
     assert ratios_of(document) == []
+    findings = {"samples": [plain, ours, longest], "reference": "plain"}  # of each length; it may have stopped
+    found = peaks_of({"benchmark": "gpu/offload", "findings": findings})
+    assert [(each.memory, each.time) for each in found] == [(1.0, 1.0), (0.5, 1.5), (None, None)]
     assert peaks_of({"benchmark": "throughput", "findings": {"loss_difference": {}}}) == []
 
 
 def test_the_table_says_where_and_how_each_test_ended():
-    assert section(MACHINE, TESTS, [RATIO], {"resize": "failed with exit code 1"}).splitlines() == [
+    failed = {"resize": "failed with exit code 1"}
+    assert section(MACHINE, TESTS, Measured(ratios=[RATIO], failures=failed)).splitlines() == [
         "Run on 2026-11-23 at commit `abc1234`: 1 x NVIDIA H200, torch 2.11.0+cu130, CUDA 13.0, nccl 2.28.9. 1 tests "
         "passed, 1 failed, 1 were skipped.",
         "",
@@ -96,12 +105,26 @@ def test_the_table_says_where_and_how_each_test_ended():
         "| throughput: Llama | hyperpod | FSDP2 | 1.004 | 0.990 .. 1.020 |",
         "| resize | | | failed with exit code 1 | |",
     ]
-    assert "benchmark" not in section(MACHINE, TESTS, [], {})
-    peak = Peak(way="recompute", tokens=256, peak_mib=20.04, memory=0.5, time=1.5)
-    assert section(MACHINE, [], [], {}, [peak]).splitlines()[-3:] == [
-        "| memory: a step of | tokens | peak, MiB | of plain | time, of plain |",
-        "|---|---|---|---|---|",
-        "| recompute | 256 | 20.0 | 0.50 | 1.50 |",
+    assert "benchmark" not in section(MACHINE, TESTS, Measured())
+    measured = Measured()
+    samples = [{"way": way, "tokens": 256, "peak_mib": 20.04, "step_s": 0.5} for way in ("recompute", "ours")]
+    findings = {"samples": samples, "reference": "recompute", "left": {"none": "out of memory at 512 tokens"}}
+    limit = {"what": "ours at 512 tokens", "measured": "1.0020 (1.0010 .. 1.0030)", "held": "met"}
+    measured.add({"benchmark": "gpu/offload", "findings": {**findings, "limits": [limit]}})
+    assert measured.limits == [Limit(benchmark="gpu/offload", **limit)]
+    assert section(MACHINE, [], measured).splitlines()[5:] == [
+        "| limit, for an H200 | measured | held |",
+        "|---|---|---|",
+        "| ours at 512 tokens | 1.0020 (1.0010 .. 1.0030) | met |",
+        "",
+        "| memory | tokens | peak, MiB | against | peak ratio | time ratio |",
+        "|---|---|---|---|---|---|",
+        "| gpu/offload: recompute | 256 | 20.0 | recompute | 1.00 | 1.00 |",
+        "| gpu/offload: ours | 256 | 20.0 | recompute | 1.00 | 1.00 |",
+        "",
+        "| did not run, or stopped | why |",
+        "|---|---|",
+        "| gpu/offload: none | out of memory at 512 tokens |",
     ]
 
 
@@ -138,9 +161,10 @@ def test_all_benchmarks_exist():
 
 
 def test_the_benchmarks_are_those_that_compute_on_a_gpu():
-    """A benchmark that asks torch whether there is CUDA computes there."""
+    """A benchmark that asks torch whether there is CUDA computes there, and so do those of the folder."""
     asks = {path.stem for path in HERE.glob("*.py") if "torch.cuda.is_available()" in path.read_text()}
-    assert asks == set(BENCHMARKS)
+    of_folder = {f"gpu/{path.stem}" for path in HERE.glob("gpu/*.py") if "def main(" in path.read_text()}
+    assert asks | of_folder == set(BENCHMARKS)
 
 
 def test_what_benchmarks_have_measured_is_collected(monkeypatch, tmp_path):
@@ -148,7 +172,7 @@ def test_what_benchmarks_have_measured_is_collected(monkeypatch, tmp_path):
     results = {"throughput": {"benchmark": "throughput", "comparisons": []}}
     plain = {"way": "plain", "tokens": 256, "peak_mib": 40.0, "step_s": 0.5}
     results["memory"] = {"benchmark": "memory", "findings": {"samples": [plain], "longest": None}}
-    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "gpu").mkdir(parents=True)
 
     def run(command, **_):
         name = command[-1]
@@ -159,9 +183,10 @@ def test_what_benchmarks_have_measured_is_collected(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu_status, "HERE", tmp_path)
     monkeypatch.setattr(gpu_status.subprocess, "run", run)
-    ratios, peaks, failures = gpu_status.run_benchmarks(tmp_path, ["--quick"])
-    assert (ratios, failures) == ([], {"throughput": "failed with exit code 3"})
-    assert [each.way for each in peaks] == ["plain"]
+    measured = gpu_status.run_benchmarks(tmp_path, ["--quick"])
+    others = [name for name in BENCHMARKS if name != "memory"]
+    assert measured.failures == dict.fromkeys(others, "failed with exit code 3")
+    assert (measured.ratios, [each.way for each in measured.peaks]) == ([], ["plain"])
 
 
 def test_entry_points_are_found_without_an_installation(tmp_path):

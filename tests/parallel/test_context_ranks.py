@@ -101,7 +101,29 @@ def train_all_on_mesh():
     dist.init_process_group("hyperpod")
     results = {case: train_on_mesh(case[0], options) for case, options in CASES.items()}
     results["bf16"] = train_on_mesh("llama", LAYOUTS["context 4"], "bf16-mixed")
+    results["refused"] = refused_when_sharded_already()
     return results
+
+
+def refused_when_sharded_already():
+    """Errors of a model that was split already but is not to be, and of one that is to be but was sharded before."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    whole, split = ParallelConfig(), ParallelConfig(context_parallel_degree=2)
+    mesh = build_mesh(split.topology(dist.get_world_size()), DEVICE)
+    errors = []
+    for model, config in (
+        (parallelize(make_model(), mesh, split), whole),
+        (fully_shard(make_model(), mesh=mesh["shard"]), split),
+    ):
+        try:
+            parallelize(model, mesh, config)
+        except ConfigError as error:
+            errors.append(str(error))
+    return errors
 
 
 def assert_close(found, wanted, what):
@@ -119,6 +141,10 @@ def assert_close(found, wanted, what):
 def test_steps_on_four_ranks_equal_one_process(run_ranks):
     results = run_ranks(train_all_on_mesh, world_size=4, timeout_s=150)
     alone = {name: train_alone(name) for name in {case[0] for case in CASES}}
+    for result in results:
+        refused = result.pop("refused")
+        assert "was sharded with context_parallel_degree=2" in refused[0]
+        assert "was sharded already, by the program" in refused[1]
     in_bfloat16 = results[0].pop("bf16")
     for case, found in results[0].items():
         assert_close(found, alone[case[0]], case)
@@ -158,26 +184,34 @@ def with_lightning(folder, options, make_model, world_size):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+    from hyperpod_plugins.errors import ConfigError
     from hyperpod_plugins.lightning import HyperPodStrategy
 
-    trainer = pl.Trainer(
-        strategy=HyperPodStrategy(**options),
-        accelerator=ACCELERATOR,
-        devices=devices(world_size),
-        max_epochs=1,
-        gradient_clip_val=MAX_NORM,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        num_sanity_val_steps=0,
-    )
+    def trainer_of(**degrees):
+        return pl.Trainer(
+            strategy=HyperPodStrategy(**degrees),
+            accelerator=ACCELERATOR,
+            devices=devices(world_size),
+            max_epochs=1,
+            gradient_clip_val=MAX_NORM,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            num_sanity_val_steps=0,
+        )
+
+    trainer = trainer_of(**options)
     module = Module()
     data = samples()
     trainer.fit(module, DataLoader(data, batch_size=2), DataLoader(data[:8], batch_size=2))
     state = {name.removeprefix("model."): value for name, value in state_of(module).items()}
-    return module.batches, module.losses, state, float(trainer.callback_metrics["val"])
+    validated = float(trainer.callback_metrics["val"])
+    degree = next(iter(options))
+    with pytest.raises(ConfigError, match=rf"{degree}=1, but this \w*Module was sharded with {degree}=2"):
+        trainer_of(**options | {degree: 1}).validate(module, DataLoader(data[:8], batch_size=2), verbose=False)
+    return module.batches, module.losses, state, validated
 
 
 def with_session(folder, options, make_model, world_size):

@@ -136,5 +136,7 @@ def test_means_over_replicas_in_a_fixed_order():
 
 
 def test_a_model_that_the_program_has_sharded():
-    with pytest.raises(ConfigError, match=r"expert_parallel_degree=2.*divided among 1 ranks.*expert_parallel_degree=1"):
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_degree=2.*experts cannot be divided any more.*use expert_parallel_degree=1"
+    ):
         match_experts(make_model(), EXPERTS)

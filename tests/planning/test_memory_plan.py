@@ -132,6 +132,26 @@ def test_training_state_in_host_memory_counts_there():
     assert everything.device < states.device < whole.device
 
 
+def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
+    """The peak is the reduction of the last block's gradients; the others, or one of them, are gathered then."""
+
+    def gathered(in_float8, width=256, tensor_degree=1, keeps=False):
+        config = ParallelConfig.of(
+            precision="bf16-mixed",
+            float8_recipe="tensorwise",
+            float8_all_gather=in_float8,
+            tensor_parallel_degree=tensor_degree,
+            reshard_after_forward=not keeps,
+        )
+        shape = TrainingShape(micro_batch_size=1, sequence_length=16)
+        return plan_memory(sizes(3, width), config, shape, world_size=4).gathered
+
+    linears = 3 * 256 * 256 + 3 * 256 * 1024  # queries and outputs; keys and values of half the heads; MLP
+    for num_blocks, options in ((1, {}), (2, {"keeps": True}), (0.5, {"tensor_degree": 2})):
+        assert gathered(False, **options) - gathered(True, **options) == num_blocks * linears
+    assert gathered(False, width=24) == gathered(True, width=24)  # sides that are no multiples of 16
+
+
 def test_the_smallest_degrees_that_fit():
     llama = transformers.LlamaConfig(  # of 8 billion parameters
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

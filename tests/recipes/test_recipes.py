@@ -26,6 +26,7 @@ SIZES = {  # parameters, as the published checkpoints have them
     "llama3_8b_long_context": 8_030_261_248,
     "llama3_8b_lora": 8_030_261_248 + 41_943_040,
     "mixtral_8x7b": 46_702_792_704,
+    "qwen3_4b_long_context": 4_022_468_096,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_8b": 8_190_735_360,
 }
@@ -81,6 +82,9 @@ def test_the_elastic_block_is_one_that_is_read(path):
     from recipe import Recipe
 
     recipe = Recipe.read(path)
+    if recipe.config.context_parallel_degree > 1:
+        assert not recipe.elastic_policy  # it would be refused
+        return
     topology = recipe.topology
     found = read_policy(recipe.elastic_document)
     per_replica = topology.replica_size
@@ -103,6 +107,7 @@ def test_a_smoke_run_keeps_the_kind_of_the_model():
     assert model.config.num_attention_heads > model.config.num_key_value_heads
     degrees = Recipe.read(FOLDER / "llama3_70b.yaml").smoke().topology.shape
     assert degrees == (1, 2, 2)
+    assert Recipe.read(FOLDER / "qwen3_4b_long_context.yaml").smoke(2).topology.context_degree == 2
 
 
 @pytest.mark.parametrize("name", ["llama3_8b_long_context", "qwen3_30b_a3b"])
@@ -128,13 +133,13 @@ def test_the_loss_is_that_of_next_tokens_and_in_chunks_where_the_plan_says_so(na
     assert (type(outputs[0].logits) is torch.Tensor) == (recipe.config.loss_chunks == 1)
 
 
-def smoke(folder, name, steps):
+def smoke(folder, name, steps, num_ranks):
     sys.path.insert(0, str(FOLDER))
     import train
     from recipe import Recipe
 
     train.L.seed_everything(1, verbose=False)
-    recipe = Recipe.read(FOLDER / f"{name}.yaml").smoke()
+    recipe = Recipe.read(FOLDER / f"{name}.yaml").smoke(num_ranks)
     path = train.counting_tokens(Path(folder) / "tokens", vocab_size=256, sequence_length=32)
     module, losses = train.fit(recipe, path, Path(folder) / "checkpoints", num_steps=steps, is_smoke=True)
     [optimizer] = module.trainer.optimizers
@@ -146,18 +151,19 @@ def smoke(folder, name, steps):
 
 @pytest.mark.spawns
 @pytest.mark.parametrize(
-    ("name", "steps", "share"),
+    ("name", "steps", "share", "num_ranks"),
     [
-        ("llama3_70b", 10, 0.7),
-        ("gpt_oss_20b", 10, 0.7),
-        ("llama3_8b_lora", 16, 0.985),
-        ("llama3_8b_long_context", 10, 0.7),
-        ("llama3_70b_fp8_offload", 10, 0.7),
+        ("llama3_70b", 10, 0.7, 4),
+        ("gpt_oss_20b", 10, 0.7, 4),
+        ("llama3_8b_lora", 16, 0.985, 4),
+        ("qwen3_4b_long_context", 8, 0.7, 2),
+        ("llama3_70b_fp8_offload", 10, 0.7, 4),
     ],
 )
-def test_a_small_one_learns_and_holds_what_was_planned(tmp_path, name, steps, share):
-    """Tensor parallel; experts and sliding windows; adapters, which learn little at first; offload; float8."""
-    for losses, held, planned in run_ranks(smoke, str(tmp_path), name, steps, world_size=4, timeout_s=150.0):
+def test_a_small_one_learns_and_holds_what_was_planned(tmp_path, name, steps, share, num_ranks):
+    """Tensor parallel; experts and windows; adapters, which learn little at first; split sequences, offload; float8."""
+    given = (str(tmp_path), name, steps, num_ranks)
+    for losses, held, planned in run_ranks(smoke, *given, world_size=num_ranks, timeout_s=150.0):
         assert len(losses) == steps
         assert sum(losses[-2:]) < share * sum(losses[:2])
         assert held == pytest.approx(planned, rel=0.02)  # shards of sizes that the degree does not divide

@@ -95,7 +95,8 @@ def fit(faults):
             faults.at("validation", self.global_step)
             self.log("val", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
 
-        def configure_optimizers(self):
+        def configure_optimizers(self):  # the model is split by now
+            watch_layer(self.model, faults, lambda: self.global_step if self.trainer.training else -1)
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     trainer = pl.Trainer(
@@ -113,7 +114,6 @@ def fit(faults):
         callbacks=[CheckpointlessRecovery(replacement_timeout_s=30.0, hang_timeout_s=5.0, verify=True)],
     )
     module = Module()
-    watch_layer(module.model, faults, lambda: module.global_step if trainer.training else -1)
     trainer.fit(module, DataLoader(data(), batch_size=2, shuffle=True), DataLoader(data()[:8], batch_size=2))
     return module.model, trainer.global_rank
 

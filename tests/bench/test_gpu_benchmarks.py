@@ -1,0 +1,124 @@
+"""Benchmarks of one GPU: how contenders take turns, without a model; and all of them on the CPU, small."""
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks.memory import Taken
+from hyperpod_plugins.errors import ConfigError
+
+pytest.importorskip("transformers")
+from benchmarks.gpu import (
+    chunks_and_tiles,
+    delayed_load,
+    fp8,
+    offload,
+    one_device,
+)
+
+ARGUMENTS = argparse.Namespace(rounds=6, seconds=60.0)
+
+
+def steps_of(seconds, *, fails_at=math.inf, turns=None, name=""):
+    """A contender whose steps take a given time each, until there is no memory."""
+
+    def build():
+        def step():
+            turns.append(name)
+            if turns.count(name) > fails_at:
+                raise RuntimeError("CUDA error: out of memory")
+            return Taken(loss=1.0, seconds=seconds, peak_bytes=1 << 20)
+
+        return step
+
+    return build
+
+
+def refused():
+    raise ConfigError("this device has no such units")
+
+
+@pytest.fixture
+def nothing_to_free(monkeypatch):
+    monkeypatch.setattr(one_device, "free", lambda _: None)  # which would collect garbage of the whole process
+
+
+@pytest.mark.usefixtures("nothing_to_free")
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_contenders_take_turns_until_they_cannot(one_by_one):
+    found, turns = one_device.Found(reference="first"), []
+    builds = {
+        "first": steps_of(1.0, turns=turns, name="first"),
+        "ours": steps_of(1.004, turns=turns, name="ours"),
+        "full": steps_of(1.0, turns=turns, name="full", fails_at=1),
+        "refused": refused,
+    }
+    one_device.compare(found, "512 tokens", builds, ARGUMENTS, tokens=512, one_by_one=one_by_one)
+    rounds = 1 if one_by_one else 6
+    [comparison] = found.comparisons
+    assert [(run.name, len(run.step_s)) for run in comparison.runs] == [("first", rounds), ("ours", rounds)]
+    assert found.left == {"full": "out of memory at 512 tokens", "refused": "this device has no such units"}
+    assert [(each.way, each.peak_mib) for each in found.samples] == [("first", 1.0), ("ours", 1.0)]
+    if one_by_one:
+        assert turns == ["first"] * 2 + ["ours"] * 2 + ["full"] * 2
+    else:
+        assert turns[3:9] == ["first", "ours", "full", "ours", "first", "first"]
+    undecided = "not decided by 1 rounds" if one_by_one else ""
+    held = [found.judge("", "512 tokens", ("ours", "first"), limit).held for limit in (1.005, 1.003)]
+    assert held == ([undecided] * 2 if one_by_one else ["met", "missed"])
+    assert found.judge("", "512 tokens", ("ours", "full"), 1.0).held.startswith("not measured: full: out of memory")
+
+
+@pytest.mark.usefixtures("nothing_to_free")
+def test_without_the_reference_there_are_no_ratios():
+    found, turns = one_device.Found(reference="first"), []
+    builds = {name: steps_of(1.0, turns=turns, name=name, fails_at=3 * (name == "ours")) for name in ("first", "ours")}
+    one_device.compare(found, "512 tokens", builds, ARGUMENTS, tokens=512)
+    assert (found.comparisons, found.samples) == ([], [])
+    assert found.left == dict.fromkeys(("first", "ours"), "out of memory at 512 tokens")
+
+
+@pytest.mark.usefixtures("nothing_to_free")
+def test_limits_of_the_offload_are_those_of_long_steps():
+    found = one_device.Found(reference=offload.REFERENCE)
+    for tokens in (4096, 32_768, 262_144):
+        names = offload.WAYS if tokens < 262_144 else [offload.OURS]
+        builds = {name: steps_of(2.0 if name in offload.BUILT_IN else 1.0, turns=[], name=name) for name in names}
+        one_device.compare(found, offload.title_of(tokens), builds, ARGUMENTS, tokens=tokens)
+    limits = offload.limits_of(found, [4096, 32_768, 262_144])
+    assert [limit.held for limit in limits] == ["met"] * 3 + [
+        "not measured: recompute + offload: it did not run"
+    ] * 3 + ["met"]
+    found.left[offload.OURS] = "out of memory at 65536 tokens"
+    found.samples = [each for each in found.samples if each.tokens < 262_144]
+    assert offload.limits_of(found, [262_144])[-1].held == "missed: out of memory at 65536 tokens"
+    assert offload.limits_of(found, [4096])[-1].held == "not measured"
+
+
+@pytest.mark.slow_single
+def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        fp8.main([])  # in full they need a GPU
+    ways = {
+        offload: {"recompute", "none", "Accelerate offload", "recompute + offload"},
+        chunks_and_tiles: {"whole", "chunked loss", "tiled MLP", "chunked loss + tiled MLP"},
+        fp8: {"bfloat16", "tensorwise", "rowwise"},
+        delayed_load: {"whole", "device_map", "delayed"},
+    }
+    for benchmark, names in ways.items():
+        path = tmp_path / f"{benchmark.__name__}.json"
+        assert benchmark.main(["--quick", "--json", str(path)]) == 0
+        document = json.loads(path.read_text())
+        found = document["findings"]
+        assert {each["way"] for each in found["samples"]} == names
+        assert all({run["name"] for run in each["runs"]} == names for each in document["comparisons"])
+        assert found["left"].keys() == ({"transformers offload"} if benchmark is offload else set())
+        tolerance = 1e-2 if benchmark is fp8 else 1e-6
+        for tokens in {each["tokens"] for each in found["samples"]}:
+            losses = [each["loss"] for each in found["samples"] if each["tokens"] == tokens]
+            assert losses == pytest.approx([losses[0]] * len(losses), rel=tolerance)
+    assert "tensorwise: 1.15 times as fast as bfloat16" in capsys.readouterr().out
