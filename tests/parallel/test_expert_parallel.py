@@ -92,6 +92,7 @@ def quantized(dtype):
         (lambda: changed("_is_expert_parallel", True), "has distributed the model already"),
         (without_plan, r"\(ep_plan\) does not name it"),
         (with_kernels, "use_kernels"),
+        (lambda: own(forward=lambda *args: args[0]), "its attribute forward replaces the method of its class"),
         (shared, "down_proj belongs to other modules, too"),
         (lambda: changed("down_proj", quantized(torch.float8_e4m3fn)), r"down_proj is quantized \(torch.float8_e4m3fn"),
         (lambda: changed("down_proj", quantized(torch.uint8)), r"down_proj is quantized \(torch.uint8"),
@@ -108,6 +109,12 @@ def quantized(dtype):
 def test_layers_that_are_not_known_to_be_exact(build, words):
     with pytest.raises(ConfigError, match=rf"expert_parallel_degree=2.*{words}.*Use expert_parallel_degree=1"):
         find_experts(build(), EXPERTS)
+
+
+def test_experts_cannot_be_blocks_too():
+    config = ParallelConfig(expert_parallel_degree=2, block_classes=("MixtralDecoderLayer", "MixtralExperts"))
+    with pytest.raises(ConfigError, match="block_classes names MixtralExperts, a layer of experts"):
+        find_experts(make_model(), config)
 
 
 def test_parametrizations_of_experts():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from device import DEVICE
 from parallel.expert_models import (
     GLOBAL_BATCH,
+    OwnExperts,
     OwnMixture,
     drawn_again,
     make_model,
@@ -286,6 +287,54 @@ def an_expert_that_does_not_exist():
         loss_of(parallelized(model), samples(4))
 
 
+class ResultInOtherType(OwnExperts):
+    def forward(self, hidden, expert_index, weights):
+        return super().forward(hidden, expert_index, weights).bfloat16()
+
+
+class WiderResult(OwnExperts):
+    def forward(self, hidden, expert_index, weights):
+        return super().forward(hidden, expert_index, weights).repeat(1, 2)
+
+
+def to_first_rank(model):
+    with torch.no_grad():
+        model.router.bias[4:] = -1e4
+    return model
+
+
+def a_parameter_that_is_none():
+    """Also on a rank whose experts get no row."""
+    model = to_first_rank(OwnMixture())
+    model.experts.register_parameter("scale", None)
+    compare(model, halves(), loss_of)
+
+
+def experts_whose_result_cannot_travel():
+    """All ranks refuse it, those without rows, too."""
+    from hyperpod_plugins.errors import ConfigError
+
+    for kind, words in ((ResultInOtherType, "in torch.bfloat16"), (WiderResult, r"32\) in torch.float32")):
+        model = to_first_rank(OwnMixture())
+        model.experts = kind()
+        with pytest.raises(ConfigError, match=rf"{kind.__name__} must compute .* but its result is .*{words}"):
+            loss_of(parallelized(model), samples(4))
+
+
+def inputs_of_other_dimensions():
+    from hyperpod_plugins.errors import ConfigError
+
+    experts = parallelized(OwnMixture()).experts
+    hidden, index, weights = torch.randn(6, 16), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2)
+    for inputs in (
+        (hidden[None], index[None], weights[None]),
+        (hidden, index, weights[:, :1]),
+        (hidden, index[0], weights),
+    ):
+        with pytest.raises(ConfigError, match=r"OwnExperts must be called with hidden states \(tokens, hidden\)"):
+            experts(*inputs)
+
+
 def models_that_are_sharded_already():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate
@@ -345,8 +394,10 @@ def loads():
     for batch in halves():
         loss_of(alone, batch)
     loss_of(divided, halves()[dist.get_rank()]).backward()
+    divided.eval()
     with torch.no_grad():
         loss_of(divided, halves()[0])
+    divided.train()
     counts = {name: each / dist.get_world_size() for name, each in wanted.counts().items()}  # the same on both ranks
     numbers = torch.cat(chosen).flatten().bincount(minlength=8)
     assert torch.equal(counts["model.layers.1.mlp.experts"], numbers.float())
@@ -361,6 +412,18 @@ def loads():
         "router/min_load": 8 * float(shares.min()),
     }
     assert found.values() == pytest.approx(expected)
+    if dist.get_rank() == 1:  # a rank may have run none of the layers that others have
+        loss_of(divided, halves()[1])
+        found._counts.clear()
+    else:
+        loss_of(divided, halves()[0])
+    assert all(int(each.sum()) == 2 * halves()[0].numel() for each in found.counts().values())
+    again = parallelized(make_model())
+    again.gradient_checkpointing_enable({"use_reentrant": True})
+    again.enable_input_require_grads()
+    found = ExpertLoad(again)
+    loss_of(again, halves()[dist.get_rank()]).backward()
+    assert all(torch.equal(each.float(), counts[name]) for name, each in found.counts().items())
 
 
 def train_and_try_all_cases(layouts, folder):
@@ -373,6 +436,9 @@ def train_and_try_all_cases(layouts, folder):
     adapters()
     a_layer_of_ones_own()
     mixed_precision()
+    a_parameter_that_is_none()
+    experts_whose_result_cannot_travel()
+    inputs_of_other_dimensions()
     models_that_are_sharded_already()
     loads()
     built_later(folder)
