@@ -215,11 +215,17 @@ def with_lightning(folder, options, make_model, world_size):
 
 
 def with_session(folder, options, make_model, world_size):
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
+    from hyperpod_plugins.errors import ConfigError
     from hyperpod_plugins.session import Session
 
     session = Session(**options, global_batch_size=GLOBAL_BATCH)
+    if options == EXPERTS:
+        other = fully_shard(make_model(), mesh=session.mesh["shard"])
+        with pytest.raises(ConfigError, match="its experts cannot be divided any more"):
+            session.train(other, torch.optim.AdamW(other.parameters()))
     model = session.parallelize(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.train(model, optimizer, max_grad_norm=MAX_NORM)
