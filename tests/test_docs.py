@@ -760,6 +760,28 @@ def parallelism(page):
     torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), wanted)
 
 
+EXPERTS = "holds_experts = True"
+
+
+@fragments("docs/guides/experts.md", "expert_parallel_degree=4)", EXPERTS, ranks=2)
+def experts(page):
+    from torch.distributed import init_process_group
+
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    init_process_group("hyperpod")
+    page.run("expert_parallel_degree=4)")
+    assert page["strategy"].config.expert_parallel_degree == 4
+    page.run(EXPERTS)
+    config, model, tokens = ParallelConfig(expert_parallel_degree=2), page["model"], torch.randn(12, 16)
+    wanted = model(tokens)
+    page["load"].values()
+    parallelize(model, build_mesh(config.topology(2), "cpu"), config)
+    torch.testing.assert_close(model(tokens), wanted)
+    values = page["load"].values()
+    assert values["router/min_load"] <= 1 <= values["router/max_load"]
+
+
 ACCELERATOR = "accelerator.accumulate(model)"
 
 

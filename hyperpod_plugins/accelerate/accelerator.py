@@ -86,6 +86,7 @@ class HyperPodAccelerator(Accelerator):
                 hybrid_shard_degree=degrees.shard_degree,
                 tensor_parallel_degree=degrees.tensor_degree,
                 context_parallel_degree=degrees.context_degree,
+                expert_parallel_degree=degrees.expert_degree,
             )
         self._data_group: dist.ProcessGroup | None = None
         self._has_begun = False

@@ -50,7 +50,7 @@ from hyperpod_plugins.lightning.compat import Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader, sample_weight_of
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.config import refuse_contexts
+from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -261,7 +261,9 @@ class ElasticState:
             ConfigError: the batch cannot be split, or the world is smaller or larger than the limits allow.
         """
         is_first = self._topology is None
-        refuse_contexts(config, "ElasticTraining")
+        refuse_degrees(config, ["context_parallel_degree"], "ElasticTraining")
+        if self.options.shard_degrees or self.options.tensor_degrees:
+            refuse_degrees(config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
         if is_first:
             self._layouts = layouts_of(self.options, config, ranks_per_node)
             config = with_degrees(config, self._known, self._layouts, world_size)

@@ -681,14 +681,10 @@ class HyperPodStrategy(ModelParallelStrategy):
             storage_options=storage_options,
         )
 
-    @property
-    def _layout(self) -> tuple[int, int, int]:
-        return self.topology.world_size, self.topology.shard_degree, self.topology.tensor_degree
-
     def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
         local = checkpoint.pop(LOCAL, None) or self._recovery.fit.local_state
-        checkpoint[LAYOUT] = self._layout
+        checkpoint[LAYOUT] = self.topology.layout
         checkpoint.update(untracked(self._trainer) | checkpoint)
         return {**rank_local_part(checkpoint, self._trainer), LOCAL: local}
 
@@ -725,7 +721,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if state is not None:
             parts, described = state
             own = {rank: self._rank_local_part(dict(each)) for rank, each in described.items()}
-            checkpoint = {**checkpoint, LAYOUT: self._layout}
+            checkpoint = {**checkpoint, LAYOUT: self.topology.layout}
             self._checkpoints.save_parts(path, checkpoint, parts, module=self._module, rank_state=own)
             return path
         tensors: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}

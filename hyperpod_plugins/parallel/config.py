@@ -1,14 +1,14 @@
 """Parallelism configuration: one frozen object, built from keyword arguments, a dict, or an SMP v2 JSON file.
 
 Keys and their meaning follow the SageMaker model parallelism library (SMP) v2, whose JSON files are accepted
-unchanged. Not every value is supported yet: expert parallel degrees above 1 raise `NotBuiltYetError`. The keys after
+unchanged. Not every combination is supported yet: others raise `NotBuiltYetError`. The keys after
 `allow_empty_shards` are specific to this package.
 """
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
@@ -60,7 +60,9 @@ class ParallelConfig:
     tensor_parallel_degree: int = 1
     """Number of ranks that each layer's matrices are split over."""
     expert_parallel_degree: int = 1
-    """Number of ranks that the experts are split over. Part of the shard axis; excludes tensor parallelism."""
+    """Number of ranks that the experts of a layer are divided among. Part of the shard axis; excludes tensor
+    parallelism.
+    """
     context_parallel_degree: int = 1
     """Number of ranks that a sequence is split over. Part of the shard axis."""
     random_seed: int = 12345
@@ -185,6 +187,7 @@ class ParallelConfig:
             shard_degree=self.hybrid_shard_degree or world_size // self.tensor_parallel_degree,
             tensor_degree=self.tensor_parallel_degree,
             context_degree=self.context_parallel_degree,
+            expert_degree=self.expert_parallel_degree,
             ranks_per_node=ranks_per_node,
         )
 
@@ -251,25 +254,23 @@ class ParallelConfig:
             )
 
     def _refuse_what_is_not_built(self) -> None:
-        if self.expert_parallel_degree > 1:
-            raise NotBuiltYetError(
-                f"expert_parallel_degree={self.expert_parallel_degree} is valid, but this release does not serve it "
-                "yet. Set it to 1 to train with hybrid sharding and tensor parallelism."
-            )
-        if self.context_parallel_degree == 1:
-            return
         beside = {
-            f"tensor_parallel_degree={self.tensor_parallel_degree}": self.tensor_parallel_degree > 1,
             f"float8_recipe={self.float8_recipe!r}": self.float8_recipe != "none",
             "param_offload=True": self.param_offload,
             "optimizer_offload=True": self.optimizer_offload,
         }
-        asked = [name for name, is_asked in beside.items() if is_asked]
-        if asked:
-            raise NotBuiltYetError(
-                f"context_parallel_degree={self.context_parallel_degree} with {' and '.join(asked)} is valid, but this "
-                "release does not serve it yet. Set one of them to its default."
-            )
+        with_contexts = {f"tensor_parallel_degree={self.tensor_parallel_degree}": self.tensor_parallel_degree > 1}
+        with_experts = {f"mlp_tiles={self.mlp_tiles}": self.mlp_tiles > 1}
+        for name, others in (
+            ("expert_parallel_degree", with_experts | beside),
+            ("context_parallel_degree", with_contexts | beside),
+        ):
+            asked = [other for other, is_asked in others.items() if is_asked]
+            if getattr(self, name) > 1 and asked:
+                raise NotBuiltYetError(
+                    f"{name}={getattr(self, name)} with {' and '.join(asked)} is valid, but this release does not "
+                    "serve it yet. Set one of them to its default."
+                )
 
     @classmethod
     def of(cls, source: "ParallelConfig | Mapping[str, Any] | str | Path | None" = None, **overrides: Any) -> Self:
@@ -287,13 +288,13 @@ class ParallelConfig:
         return cls(**(values | _canonical(overrides, known)))
 
 
-def refuse_contexts(config: ParallelConfig, what: str) -> None:
-    """Raise `NotBuiltYetError` if `config` asks for context parallelism, which `what` does not serve yet."""
-    if config.context_parallel_degree > 1:
-        raise NotBuiltYetError(
-            f"context_parallel_degree={config.context_parallel_degree} is not served yet by {what}. Use "
-            "context_parallel_degree=1, or leave the other out."
-        )
+def refuse_degrees(config: ParallelConfig, names: Sequence[str], what: str) -> None:
+    """Raise `NotBuiltYetError` if one of the degrees `names` is above 1, which `what` does not serve yet."""
+    for name in names:
+        if getattr(config, name) > 1:
+            raise NotBuiltYetError(
+                f"{name}={getattr(config, name)} is not served yet by {what}. Use {name}=1, or leave the other out."
+            )
 
 
 def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

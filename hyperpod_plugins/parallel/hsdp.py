@@ -45,6 +45,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     """Apply `fully_shard` to every block and then to the root, over `mesh`, in place.
 
     Parameters are split over the last axis of `mesh`. If there is an axis before it, gradients are averaged over it.
+    Modules in `model` that are sharded already, over another mesh, stay as they are.
 
     Raises:
         DegreeError: a parameter would leave ranks with an empty shard, and `allow_empty_shards` is False.
@@ -56,7 +57,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
-    _check_one_dtype_per_unit([*blocks, model])
+    _check_one_dtype_per_unit([*_sharded_modules(model), *blocks, model])
     policy = mixed_precision_policy(config)
     offload = offload_policy(config, mesh.device_type)
 
@@ -176,6 +177,10 @@ def _warn_if_mostly_one_unit(name: str, layers: nn.ModuleList, size_of_model: in
 def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
     """Return the FSDP2 units of a sharded model, the root first."""
     return (part for part in model.modules() if isinstance(part, FSDPModule))
+
+
+def _sharded_modules(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
@@ -322,10 +327,12 @@ def _check_one_dtype_per_unit(units: list[nn.Module]) -> None:
 
 
 def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
+    sharded = {id(parameter) for part in _sharded_modules(model) for parameter in part.parameters()}
     short = [
         f"{name} {tuple(parameter.shape)}"
         for name, parameter in model.named_parameters()
-        if leaves_a_rank_empty(_local_rows(parameter), shard_degree)
+        if id(parameter) not in sharded
+        and leaves_a_rank_empty(_local_rows(parameter), shard_degree)
         and shard_placement(parameter, shard_degree) is None
     ]
     if short:

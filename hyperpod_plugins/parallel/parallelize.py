@@ -37,6 +37,7 @@ from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itsel
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import match_contexts, split_contexts
+from hyperpod_plugins.parallel.expert_parallel import find_experts, match_experts, shard_experts
 from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
@@ -73,14 +74,15 @@ def parallelize(
 
     Raises:
         ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
-            must not be used afterwards. See also `apply_offload`, and `match_contexts` and `match_float8` for a model
-            that is sharded already.
+            must not be used afterwards. See also `apply_offload`, and `match_contexts`, `match_experts` and
+            `match_float8` for a model that is sharded already.
         InitializationError: a parameter without a value cannot be initialized.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if is_sharded:
         match_float8(model, config)
         match_contexts(model, config)
+        match_experts(model, config)
     if config.float8_recipe == "te-fp8" and not averages_replicas:
         raise ConfigError(
             "float8_recipe='te-fp8' cannot be combined with reproducible=True or AdaScale: its scales depend on how a "
@@ -92,6 +94,7 @@ def parallelize(
     remember_parameters(model)
     rebind(model)
     plan = plan_for(model, config)
+    experts = find_experts(model, config)
     if config.precision == "bf16-true":
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
@@ -99,6 +102,7 @@ def parallelize(
     split_contexts(model, config, mesh["shard"].size())
     use_float8(model, config, torch.device(mesh.device_type))
     save_activation_memory(model, config, torch.device(mesh.device_type))
+    shard_experts(experts, mesh, config, averages_replicas=averages_replicas)
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     use_float8_gathers(model, config)
     give_values(model, torch.device(mesh.device_type), config)
@@ -280,7 +284,8 @@ def save_activation_memory(
     if not is_offloaded:
         return None
     has_synced = any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-    communicates = has_synced or config.tensor_parallel_degree > 1 or config.context_parallel_degree > 1
+    degrees = (config.tensor_parallel_degree, config.context_parallel_degree, config.expert_parallel_degree)
+    communicates = has_synced or max(degrees) > 1
     # Parts that are gathered by themselves would be gathered in another order than on ranks that compute them again.
     is_nested = len(list(find_blocks(model, config.block_classes))) != len(blocks)
     may_keep = not (has_own or communicates or is_nested)

@@ -10,10 +10,13 @@ whenever there is more than one node per replica. The replicate axis always exis
 only one whose size may change in a running job; `update_group_members` then gives the groups other members.
 
 The ranks of `shard` may be split further: `context_degree` neighbours on it read the same samples, and each computes
-its part of the sequence.
+its part of the sequence; `expert_degree` neighbours divide the experts of each layer among them, and exchange tokens.
+Parameters of experts thus lie on a mesh of their own over the same ranks (`build_expert_mesh`):
+
+    shard = expert_shard * expert_degree + expert
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +33,13 @@ Axis = Literal["replicate", "shard", "tensor"]
 AXES: tuple[Axis, ...] = ("replicate", "shard", "tensor")
 CONTEXT = "context"
 """Name of the group of ranks that hold the parts of the same sequences."""
-_context_groups: dict[tuple[int, int], ResilientProcessGroup] = {}
-"""Those that `context_group` has found; each attention layer asks."""
+EXPERT = "expert"
+"""Name of the group of ranks that hold different experts, and of that axis of the mesh of experts."""
+EXPERT_SHARD = "expert_shard"
+"""Name of the group of ranks of a replica that share the same experts, and of that axis of the mesh of experts."""
+EXPERT_AXES = ("replicate", EXPERT_SHARD, EXPERT)
+_existing_groups: dict[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = {}
+"""Those that `_existing_group` has found; each layer asks in each forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class Topology:
 
     Raises:
         DegreeError: a degree is out of range, shard degree x tensor degree does not divide the world size, or the
-            context degree does not divide the shard degree.
+            context degree or the expert degree does not divide the shard degree.
     """
 
     world_size: int
@@ -60,6 +68,8 @@ class Topology:
     """Number of ranks over which each layer's matrices are split."""
     context_degree: int = 1
     """Number of ranks over which each sequence is split: neighbours on the shard axis."""
+    expert_degree: int = 1
+    """Number of ranks over which the experts of a layer are divided: neighbours on the shard axis."""
     ranks_per_node: int = 0
     """Number of ranks on each node; 0 if all ranks are on one node."""
 
@@ -68,10 +78,9 @@ class Topology:
         for name, value in (("shard_degree", self.shard_degree), ("tensor_degree", self.tensor_degree)):
             if not 1 <= value <= self.world_size:
                 raise DegreeError(f"{name} must lie in 1 .. {self.world_size} (the world size), but is {value}")
-        if self.context_degree < 1 or self.shard_degree % self.context_degree:
-            raise DegreeError(
-                f"context_degree must divide shard_degree {self.shard_degree}, but is {self.context_degree}."
-            )
+        for name, value in (("context_degree", self.context_degree), ("expert_degree", self.expert_degree)):
+            if value < 1 or self.shard_degree % value:
+                raise DegreeError(f"{name} must divide shard_degree {self.shard_degree}, but is {value}.")
         if self.world_size % self.replica_size:
             raise DegreeError(
                 f"a world of {self.world_size} ranks cannot be divided into replicas of shard_degree "
@@ -93,6 +102,11 @@ class Topology:
     def shape(self) -> tuple[int, int, int]:
         """Sizes of the axes, in the order of `AXES`."""
         return self.replicate_degree, self.shard_degree, self.tensor_degree
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """World size, and shard, tensor and expert degree: if equal, a rank has the same part of the parameters."""
+        return self.world_size, self.shard_degree, self.tensor_degree, self.expert_degree
 
     @property
     def data_degree(self) -> int:
@@ -131,9 +145,16 @@ class Topology:
 
     def context_peers(self, global_rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the parts of this rank's sequences, itself included, in order of their parts."""
+        return self._neighbours(global_rank, self.context_degree)
+
+    def expert_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold all experts together, itself included, in order of their experts."""
+        return self._neighbours(global_rank, self.expert_degree)
+
+    def expert_shard_peers(self, global_rank: int) -> tuple[int, ...]:
+        """Return the ranks of this replica over which the same experts are sharded, itself included."""
         peers = self.peers(global_rank, "shard")
-        first = peers.index(global_rank) // self.context_degree * self.context_degree
-        return peers[first : first + self.context_degree]
+        return peers[peers.index(global_rank) % self.expert_degree :: self.expert_degree]
 
     def data_peers(self, global_rank: int) -> tuple[int, ...]:
         """Return one rank for each data rank: those with the same tensor coordinate and the same part of a sequence."""
@@ -166,6 +187,12 @@ class Topology:
                 notes.append(f"the {axis} axis ({self.shape[AXES.index(axis)]}) crosses nodes: {cost} uses the network")
         return tuple(notes)
 
+    def _neighbours(self, global_rank: int, degree: int) -> tuple[int, ...]:
+        """Return the `degree` neighbours on the shard axis that a rank belongs to."""
+        peers = self.peers(global_rank, "shard")
+        first = peers.index(global_rank) // degree * degree
+        return peers[first : first + degree]
+
     def _crosses_nodes(self, axis: Axis) -> bool:
         """Whether any peers along this axis lie on different nodes."""
         firsts = (rank for rank in range(self.world_size) if getattr(self.coordinates(rank), axis) == 0)
@@ -177,9 +204,10 @@ class Topology:
             raise DegreeError(f"rank {global_rank} does not exist in a world of {self.world_size}")
 
     def __str__(self) -> str:
-        """Compact form for logs: `replicate 2 x shard 2 x tensor 1`, with `(context 2)` if the shard axis has some."""
+        """Compact form for logs: `replicate 2 x shard 2 x tensor 1 (context 2)`; parts of the shard axis if above 1."""
         axes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape, strict=True))
-        return axes + (f" (context {self.context_degree})" if self.context_degree > 1 else "")
+        within = [(CONTEXT, self.context_degree), (EXPERT, self.expert_degree)]
+        return axes + "".join(f" ({name} {degree})" for name, degree in within if degree > 1)
 
 
 def nearest_degrees(world_size: int, shard_degree: int, tensor_degree: int) -> str:
@@ -203,7 +231,8 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     Every axis gets its own group, even an axis of size 1 or one that spans the world. `init_device_mesh` would
     reuse the default group for the latter; then the world could not grow without changing that axis.
 
-    With context parallelism there is a further group, `context_group(...)`, which is no axis of the mesh.
+    With context parallelism there is a further group, `context_group(...)`, which is no axis of the mesh; with expert
+    parallelism there are those of `build_expert_mesh(...)`.
 
     Returns:
         A mesh of shape `topology.shape` whose groups know their `GroupKey`.
@@ -211,6 +240,8 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     groups: list[dist.ProcessGroup] = [new_axis_group(*_group_of(topology, axis, dist.get_rank())) for axis in AXES]
     if topology.context_degree > 1:
         new_axis_group(*_group_of(topology, CONTEXT, dist.get_rank()))
+    for axis in (EXPERT_SHARD, EXPERT) if topology.expert_degree > 1 else ():
+        new_axis_group(*_group_of(topology, axis, dist.get_rank()))
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
 
@@ -234,16 +265,48 @@ def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGro
     Raises:
         ConfigError: there is none with these degrees.
     """
-    found = _context_groups.get((shard_degree, context_degree))
+    return _existing_group(CONTEXT, {"of_shards": shard_degree, "of_contexts": context_degree})
+
+
+def expert_group(shard_degree: int, expert_degree: int) -> ResilientProcessGroup:
+    """Return the group of the ranks among which the experts of a layer are divided, which `build_mesh` has created.
+
+    Raises:
+        ConfigError: there is none with these degrees.
+    """
+    return _existing_group(EXPERT, {"of_shards": shard_degree, "of_experts": expert_degree})
+
+
+def build_expert_mesh(mesh: DeviceMesh, expert_degree: int) -> DeviceMesh:
+    """Build the mesh of the parameters of experts, `EXPERT_AXES`, over the ranks of a mesh of `build_mesh`.
+
+    Args:
+        mesh: `("replicate", "shard", "tensor")`, whose tensor degree is 1.
+        expert_degree: number of ranks among which the experts of a layer are divided.
+
+    Raises:
+        ConfigError: `build_mesh` has made no groups for these degrees.
+    """
+    shard_degree = mesh["shard"].size()
+    degrees = {"of_shards": shard_degree, "of_experts": expert_degree}
+    groups: list[dist.ProcessGroup] = [mesh.get_group("replicate")]
+    groups += [_existing_group(axis, degrees) for axis in (EXPERT_SHARD, EXPERT)]
+    ranks = mesh.mesh.view(-1, shard_degree // expert_degree, expert_degree)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=EXPERT_AXES)
+
+
+def _existing_group(axis: str, degrees: Mapping[str, int]) -> ResilientProcessGroup:
+    asked = frozenset(degrees.items())
+    found = _existing_groups.get((axis, asked))
     if found is not None and not found.is_closed:
         return found
-    asked = {("of_shards", shard_degree), ("of_contexts", context_degree)}
     for group in live_groups().values():
-        if group.key.axis == CONTEXT and asked <= set(group.key.coordinates):
-            _context_groups[shard_degree, context_degree] = group
+        if group.key.axis == axis and asked <= set(group.key.coordinates):
+            _existing_groups[axis, asked] = group
             return group
+    name = "context" if axis == CONTEXT else "expert"
     raise ConfigError(
-        f"there is no process group for context_parallel_degree={context_degree}. Build the mesh with "
+        f"there is no process group for {name}_parallel_degree={degrees[f'of_{name}s']}. Build the mesh with "
         "build_mesh(config.topology(world_size), ...) of the same configuration, over a default group of the backend "
         "'hyperpod'."
     )
@@ -263,7 +326,7 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
     """
     for name, group in live_groups().items():
         axis = group.key.axis
-        if axis in (*AXES, CONTEXT, "data"):
+        if axis in (*AXES, CONTEXT, EXPERT, EXPERT_SHARD, "data"):
             key, members = _group_of(topology, axis, global_rank)
         elif not group.key.coordinates and not group.key.group_id:  # all ranks
             key, members = group.key, tuple(range(topology.world_size))
@@ -277,7 +340,7 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
 
 
 def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey, Sequence[int]]:
-    """Return key and members of a rank's group along an axis of the mesh, along `context` or along `data`.
+    """Return key and members of a rank's group along an axis of a mesh, along `context` or along `data`.
 
     The key contains the degrees, so that groups of different layouts have different names, but not the number of
     replicas, which may change during the group's lifetime.
@@ -290,11 +353,19 @@ def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey
     elif axis == CONTEXT:
         members = topology.context_peers(global_rank)
         place["shard"] //= topology.context_degree
+    elif axis == EXPERT:
+        members = topology.expert_peers(global_rank)
+        place["shard"] //= topology.expert_degree
+    elif axis == EXPERT_SHARD:
+        members = topology.expert_shard_peers(global_rank)
+        place[EXPERT] = place.pop("shard") % topology.expert_degree
     else:
         members = topology.data_peers(global_rank)
         place = {"tensor": here.tensor}
     degrees = [("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree)]
-    if topology.context_degree > 1 and axis not in AXES:
+    if axis in (EXPERT, EXPERT_SHARD):
+        degrees.append(("of_experts", topology.expert_degree))
+    elif topology.context_degree > 1 and axis not in AXES:
         degrees.append(("of_contexts", topology.context_degree))
         if axis != CONTEXT:
             place[CONTEXT] = here.shard % topology.context_degree

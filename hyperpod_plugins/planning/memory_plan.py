@@ -43,7 +43,7 @@ from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.memory.tiled_mlp import skip_trials
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.config import refuse_contexts
+from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
@@ -54,6 +54,7 @@ GIB = 2**30
 _FLOAT32, _BFLOAT16, _FLOAT8 = 4, 2, 1
 _SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 _FUSED = "hyperpod_plan"
+_NOT_PLANNED = ("context_parallel_degree", "expert_parallel_degree")
 _FRAGMENTATION = 0.05
 """Part of the device's memory that an allocator loses between blocks of different sizes."""
 
@@ -235,9 +236,9 @@ def plan_memory(
     Raises:
         ConfigError: The step depends on values, so it cannot be run with fake tensors.
         DegreeError: The degrees do not fit the world.
-        NotBuiltYetError: `context_parallel_degree` is above 1.
+        NotBuiltYetError: `context_parallel_degree` or `expert_parallel_degree` is above 1.
     """
-    refuse_contexts(config, "the memory plan")
+    refuse_degrees(config, _NOT_PLANNED, "the memory plan")
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
     tracked = _track_step(module, config, topology, training, step or _language_model_step)
@@ -267,9 +268,9 @@ def smallest_degrees(
 
     Raises:
         ConfigError: Nothing fits; the message has the plan with the largest degrees.
-        NotBuiltYetError: `context_parallel_degree` is above 1.
+        NotBuiltYetError: `context_parallel_degree` or `expert_parallel_degree` is above 1.
     """
-    refuse_contexts(config, "the memory plan")
+    refuse_degrees(config, _NOT_PLANNED, "the memory plan")
     module = model if isinstance(model, nn.Module) else _built(model)
     plan = None
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):

@@ -37,7 +37,8 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
-from hyperpod_plugins.parallel.config import refuse_contexts
+from hyperpod_plugins.parallel.config import refuse_degrees
+from hyperpod_plugins.parallel.expert_parallel import match_experts
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
 from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
@@ -146,7 +147,8 @@ class Session:
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
         if elastic or samples_per_replica:
-            refuse_contexts(self.config, "a Session with `elastic` or samples_per_replica")
+            name = "a Session with `elastic` or samples_per_replica"
+            refuse_degrees(self.config, ["context_parallel_degree"], name)
         if elastic and not self._recovery.enabled:
             raise ConfigError("a Session with `elastic` needs recovery: leave out RecoveryOptions(enabled=False).")
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
@@ -156,6 +158,8 @@ class Session:
             elastic = ElasticPolicy(max_replicas=global_batch_size)
         self._policy = elastic or None
         self._degrees = as_degrees(shard_degrees, tensor_degrees, reproducible=reproducible)
+        if any(self._degrees):
+            refuse_degrees(self.config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
         if any(self._degrees) and not elastic:
             raise ConfigError("shard_degrees and tensor_degrees need `elastic`: without it a job keeps its processes.")
         self._member = None
@@ -315,9 +319,10 @@ class Session:
                 restored after a fault. Excludes `backward`, `max_grad_norm` and `non_finite`.
 
         Raises:
-            ConfigError: the model is not sharded, so each rank would train its own; a library has wrapped an
-                optimizer or a scheduler; an optimizer holds parameters that are not the model's; a scheduler waits for
-                a metric; the policy is unknown; an option is not possible with manual optimization.
+            ConfigError: the model is not sharded, so each rank would train its own; its experts are divided in another
+                way than `expert_parallel_degree` says; a library has wrapped an optimizer or a scheduler; an optimizer
+                holds parameters that are not the model's; a scheduler waits for a metric; the policy is unknown; an
+                option is not possible with manual optimization.
         """
         if manual_optimization:
             refuse_train_options(backward=backward, max_grad_norm=max_grad_norm, non_finite=non_finite)
@@ -334,6 +339,7 @@ class Session:
                 f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
                 "train its own copy. Call model = session.parallelize(model) first."
             )
+        match_experts(model, self.config)
         if any(isinstance(each, ReduceLROnPlateau) for each in _listed(schedulers)):
             raise ConfigError(
                 "ReduceLROnPlateau waits for a metric, which session.train does not have. Leave it out of train, call "
@@ -366,7 +372,7 @@ class Session:
             state=self.state,
             verify=self._recovery.verify,
             folder=self._folder,
-            degrees=(self._context.topology.shard_degree, self._context.topology.tensor_degree),
+            degrees=self._context.topology.layout[1:],
             rates=LearningRates(rule=self._rule) if self._samples_per_replica else None,
             is_manual=manual_optimization,
         )

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.rank_state import load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.checkpoint.rank_state import complete_layout, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.elementwise import is_elementwise
@@ -175,7 +175,7 @@ class TrainedState:
         state: dict[str, Any],
         verify: bool,
         folder: Path,
-        degrees: tuple[int, int] = (1, 1),
+        degrees: tuple[int, int, int] = (1, 1, 1),
         rates: LearningRates | None = None,
         is_manual: bool = False,
     ) -> None:
@@ -188,7 +188,7 @@ class TrainedState:
             state: the program's own state: plain values.
             verify: compare checksums of what a replacement receives.
             folder: folder for emergency checkpoints.
-            degrees: shard and tensor degree of the model.
+            degrees: shard, tensor and expert degree of the model.
             rates: learning rate and schedule, if the batch follows the world.
             is_manual: whether the program steps optimizers and schedulers itself.
 
@@ -589,7 +589,7 @@ class TrainedState:
     def _write_snapshots(self, path: str, snapshots: Mapping[int, Snapshot], described: Mapping[int, Position]) -> None:
         """Write a checkpoint from snapshots of several ranks, with the positions in them."""
         parts = self.tensors.checkpoint_parts([(each.header, each.data) for each in snapshots.values()], "a snapshot")
-        own = {rank: {"local": each.local, "layout": self._layout} for rank, each in described.items()}
+        own = {rank: {"local": each.local, "layout": list(self._layout)} for rank, each in described.items()}
         first, position = next(iter(described.items()))
         extra = {
             "loop": replace(position, local={}).to_dict(),
@@ -608,7 +608,7 @@ class TrainedState:
 
     def write(self, path: str | Path, position: Position) -> None:
         """Write a checkpoint. All ranks must call this."""
-        own = {"local": self.local_state, "layout": self._layout}
+        own = {"local": self.local_state, "layout": list(self._layout)}
         # "own" is that of rank 0; if they differ, each rank adds its own
         extra = {"loop": position.to_dict(), "own": own, "frozen": frozen_parameters(self.model)}
         of_ranks = {dist.get_rank(): own}
@@ -646,7 +646,7 @@ class TrainedState:
             is_of_another_job: see `read`.
         """
         rank, size, group = dist.get_rank(), dist.get_world_size(), default_group()
-        values, is_same_layout = of_first.get("local", {}), of_first.get("layout") == self._layout
+        values, is_same_layout = of_first.get("local", {}), complete_layout(of_first.get("layout", ())) == self._layout
         differing: set[str] = set()
         with raise_on_all_ranks(f"the rank-local state in {path} was not read", group):
             ranks = saved_ranks(path)
@@ -686,9 +686,9 @@ class TrainedState:
         self.load_rank_local(usable, is_of_another_job=is_of_another_job)
 
     @property
-    def _layout(self) -> list[int]:
+    def _layout(self) -> tuple[int, ...]:
         """World size and degrees: if equal, a rank reads the same samples and has the same part of the parameters."""
-        return [dist.get_world_size(), *self._degrees]
+        return (dist.get_world_size(), *self._degrees)
 
 
 def rank_local_name(name: str) -> str:

@@ -60,8 +60,8 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
 
     Raises:
         ConfigError: unknown keys, invalid values or combinations, or `init` was called before with others.
-        NotBuiltYetError: an expert parallel degree above 1, or a context parallel degree in a process group that the
-            script made of another backend.
+        NotBuiltYetError: an expert or context parallel degree in a process group that the script made of another
+            backend.
     """
     global _job
     source = config_path() if config is None else config
@@ -174,7 +174,7 @@ class State:
 
     @property
     def expert_parallel_degree(self) -> int:
-        """Number of ranks that experts are split over: 1."""
+        """Number of ranks that the experts of a layer are divided among."""
         return current_job().config.expert_parallel_degree
 
     @property
@@ -184,7 +184,7 @@ class State:
 
     @property
     def ep_rank(self) -> int:
-        """Index of this rank among those that experts are split over: 0."""
+        """Index of this rank among those that the experts of a layer are divided among."""
         return current_job().topology.coordinates(dist.get_rank()).shard % self.expert_parallel_degree
 
     @property
@@ -242,12 +242,13 @@ def _mesh(topology: Topology) -> DeviceMesh:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(dist.group.WORLD, ResilientProcessGroup):
         return build_mesh(topology, device_type)
-    if topology.context_degree > 1:
-        raise NotBuiltYetError(
-            f"context_parallel_degree={topology.context_degree} needs groups of the backend {BACKEND!r}, but the "
-            f"script made its process group of the backend {dist.get_backend()!r}. Leave the group to init(), or make "
-            f"it with init_process_group({BACKEND!r})."
-        )
+    for name, degree in (("context", topology.context_degree), ("expert", topology.expert_degree)):
+        if degree > 1:
+            raise NotBuiltYetError(
+                f"{name}_parallel_degree={degree} needs groups of the backend {BACKEND!r}, but the script made its "
+                f"process group of the backend {dist.get_backend()!r}. Leave the group to init(), or make it with "
+                f"init_process_group({BACKEND!r})."
+            )
     warn_once(
         f"the script made its process group of the backend {dist.get_backend()!r}, so nothing repairs it when a rank "
         f"is lost. Leave the group to init(), or make it with init_process_group({BACKEND!r})."

@@ -89,8 +89,10 @@ def transform(
         raise ConfigError(f"cp_comm_type must be one of {', '.join(get_args(CpCommType))}, but is {cp_comm_type!r}")
     if config is not None and config.smp_moe:
         raise NotBuiltYetError(
-            "MoEConfig(smp_moe=True) asks for SMP's own layer of experts, which this release does not have. Leave "
-            "config out: the model's own experts are trained, sharded like everything else."
+            "MoEConfig(smp_moe=True) asks for SMP's own layer of experts and its balancing (moe_load_balancing, "
+            "moe_aux_loss_coeff, moe_z_loss_coeff, global_token_shuffle), which this release does not have. Leave "
+            "config out: the model's own experts are trained, divided among ranks as expert_parallel_degree says, and "
+            "balanced by the model's own auxiliary loss, if it is asked for (output_router_logits=True)."
         )
     if device is not None and torch.device(device).type not in ("meta", job.mesh.device_type):
         raise ConfigError(

@@ -102,12 +102,17 @@ def test_the_batch_is_shared_out_over_the_ranks_that_there_are(job_store):
         assert trainer.accumulate_grad_batches == micro_steps
 
 
-def test_sequences_that_are_split_over_ranks(job_store):
-    elasticity = ElasticState(ElasticTraining(global_batch_size=8, micro_batch_size=2), job_store)
-    with pytest.raises(NotBuiltYetError, match="context_parallel_degree=2 is not served yet by ElasticTraining"):
-        elasticity.setup_world(
-            ParallelConfig(context_parallel_degree=2), 4, ranks_per_node=4, trainer=SimpleNamespace()
-        )
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("context_parallel_degree", {}, "by ElasticTraining"),
+        ("expert_parallel_degree", {"shard_degrees": (4,)}, "by shard_degrees and tensor_degrees"),
+    ],
+)
+def test_degrees_that_are_not_served_yet(job_store, name, options, words):
+    elasticity = ElasticState(ElasticTraining(global_batch_size=8, micro_batch_size=2, **options), job_store)
+    with pytest.raises(NotBuiltYetError, match=f"{name}=2 is not served yet {words}"):
+        elasticity.setup_world(ParallelConfig(**{name: 2}), 4, ranks_per_node=4, trainer=SimpleNamespace())
 
 
 def test_a_number_of_processes_that_the_limits_do_not_allow(job_store):

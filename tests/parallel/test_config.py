@@ -283,29 +283,20 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
 
 
 @pytest.mark.parametrize(
-    ("values", "word"),
+    ("key", "beside"),
     [
-        ({"expert_parallel_degree": 2}, "expert_parallel_degree=2"),
-        ({"expert_parallel_degree": 2, "hybrid_shard_degree": 4}, "expert_parallel_degree=2"),
-        ({"expert_parallel_degree": 2, "context_parallel_degree": 2}, "expert_parallel_degree=2"),
+        ("context_parallel_degree", {"tensor_parallel_degree": 2}),
+        ("context_parallel_degree", {"tensor_parallel_degree": 2, "sequence_parallel": True}),
+        ("context_parallel_degree", {"float8_recipe": "rowwise"}),
+        ("expert_parallel_degree", {"float8_recipe": "rowwise"}),
+        ("expert_parallel_degree", {"param_offload": True}),
+        ("expert_parallel_degree", {"optimizer_offload": True}),
+        ("expert_parallel_degree", {"mlp_tiles": 2}),
     ],
 )
-def test_valid_requests_that_are_not_served_say_so(values, word):
-    raised(NotBuiltYetError, lambda: ParallelConfig.of(values), word, "does not serve it yet", "Set it to 1")
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"tensor_parallel_degree": 2},
-        {"tensor_parallel_degree": 2, "sequence_parallel": True},
-        {"float8_recipe": "rowwise"},
-    ],
-)
-def test_context_parallelism_names_what_it_does_not_go_with_yet(beside):
+def test_parts_of_the_shard_axis_name_what_they_do_not_go_with_yet(key, beside):
     name, value = next(iter(beside.items()))
-    words = "context_parallel_degree=2", f"{name}={value!r}"
-    raised(NotBuiltYetError, lambda: ParallelConfig(context_parallel_degree=2, **beside), *words)
+    raised(NotBuiltYetError, lambda: ParallelConfig(**{key: 2}, **beside), f"{key}=2", f"{name}={value!r}")
 
 
 def test_a_context_lies_in_the_shard_axis():
@@ -313,6 +304,12 @@ def test_a_context_lies_in_the_shard_axis():
     assert (topology.shard_degree, topology.context_degree, topology.data_degree) == (4, 2, 4)
     assert ParallelConfig(context_parallel_degree=2).topology(4).data_degree == 2
     raised(DegreeError, lambda: ParallelConfig(context_parallel_degree=4).topology(6), "must divide the world size 6")
+
+
+def test_experts_lie_in_the_shard_axis_and_share_no_samples():
+    topology = ParallelConfig(expert_parallel_degree=2, hybrid_shard_degree=4).topology(8)
+    assert (topology.shard_degree, topology.expert_degree, topology.data_degree) == (4, 2, 8)
+    raised(DegreeError, lambda: ParallelConfig(expert_parallel_degree=4).topology(6), "must divide the world size 6")
 
 
 @pytest.mark.parametrize(

@@ -797,26 +797,30 @@ def test_logits_of_a_part_are_not_taken_for_those_of_the_whole(monkeypatch):
 
 # -- what is not served together with it ----------------------------------------------------------------------------
 
-CONTEXT = {"context_parallel_degree": 2}
 
-
-def test_what_is_not_built_together_says_so():
+@pytest.mark.parametrize("name", ["context_parallel_degree", "expert_parallel_degree"])
+def test_what_is_not_built_together_says_so(name):
     from hyperpod_plugins.accelerate import HyperPodPlugin
     from hyperpod_plugins.planning import TrainingShape, plan_memory
     from hyperpod_plugins.session import Session
 
-    config = ParallelConfig(**CONTEXT)
+    degree = {name: 2}
+    config = ParallelConfig(**degree)
     training = TrainingShape(micro_batch_size=1, sequence_length=8)
+    of_sequences = (
+        lambda: Session(**degree, elastic=True, global_batch_size=8),
+        lambda: Session(**degree, samples_per_replica=8),
+    )
     for build in (
-        lambda: Session(**CONTEXT, elastic=True, global_batch_size=8),
-        lambda: Session(**CONTEXT, samples_per_replica=8),
+        *(of_sequences if name == "context_parallel_degree" else ()),
+        lambda: Session(**degree, elastic=True, global_batch_size=8, shard_degrees=(4,)),
         lambda: plan_memory(llama(), config, training, world_size=2),
     ):
-        with pytest.raises(NotBuiltYetError, match="context_parallel_degree=2 is not served yet by"):
+        with pytest.raises(NotBuiltYetError, match=f"{name}=2 is not served yet by"):
             build()
     for option in ("param_offload", "optimizer_offload"):
-        with pytest.raises(NotBuiltYetError, match=f"context_parallel_degree=2 with {option}=True"):
-            HyperPodPlugin(**CONTEXT, **{option: True})
+        with pytest.raises(NotBuiltYetError, match=f"{name}=2 with {option}=True"):
+            HyperPodPlugin(**degree, **{option: True})
 
 
 def test_accelerate_divides_samples_over_one_rank_of_each_context():

@@ -1,4 +1,4 @@
-"""Context parallelism over real ranks with FSDP2, plainly and through each adapter, against one process.
+"""Context parallelism over real ranks with FSDP2, and expert parallelism through each adapter, against one process.
 
 What attention does in all its cases is in `test_context_parallel.py`, where ranks are threads.
 """
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import ACCELERATOR, DEVICE, devices
+from parallel.expert_models import make_model as make_mixture
 
 SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
 LAYOUTS = {
@@ -76,10 +77,9 @@ def train(model, parameters, batches, clip):
     return losses, norms, gradients, state_of(model)
 
 
-def train_alone(name="llama", batches=None):
+def train_alone(name="llama"):
     model = make_model(name)
-    batches = samples().split(GLOBAL_BATCH) if batches is None else batches
-    return train(model, model.parameters(), batches, torch.nn.utils.clip_grad_norm_)
+    return train(model, model.parameters(), samples().split(GLOBAL_BATCH), torch.nn.utils.clip_grad_norm_)
 
 
 def train_on_mesh(name, options, precision="32-true"):
@@ -158,7 +158,11 @@ def test_steps_on_four_ranks_equal_one_process(run_ranks):
 # -- adapters: each returns this rank's batches and losses, and the parameters after the last step -------------------
 
 
-def with_lightning(folder):
+CONTEXT = {"context_parallel_degree": 2, "hybrid_shard_degree": 2}
+EXPERTS = {"expert_parallel_degree": 2}
+
+
+def with_lightning(folder, options, make_model, world_size):
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
@@ -185,9 +189,9 @@ def with_lightning(folder):
 
     def trainer_of(**degrees):
         return pl.Trainer(
-            strategy=HyperPodStrategy(hybrid_shard_degree=2, **degrees),
+            strategy=HyperPodStrategy(**degrees),
             accelerator=ACCELERATOR,
-            devices=devices(4),
+            devices=devices(world_size),
             max_epochs=1,
             gradient_clip_val=MAX_NORM,
             logger=False,
@@ -198,23 +202,30 @@ def with_lightning(folder):
             num_sanity_val_steps=0,
         )
 
-    trainer = trainer_of(context_parallel_degree=2)
+    trainer = trainer_of(**options)
     module = Module()
     data = samples()
     trainer.fit(module, DataLoader(data, batch_size=2), DataLoader(data[:8], batch_size=2))
     state = {name.removeprefix("model."): value for name, value in state_of(module).items()}
     validated = float(trainer.callback_metrics["val"])
-    with pytest.raises(ConfigError, match="was sharded with context_parallel_degree=2"):
-        trainer_of().validate(module, DataLoader(data[:8], batch_size=2), verbose=False)
+    degree = next(iter(options))
+    with pytest.raises(ConfigError, match=rf"{degree}=1, but this \w*Module was sharded with {degree}=2"):
+        trainer_of(**options | {degree: 1}).validate(module, DataLoader(data[:8], batch_size=2), verbose=False)
     return module.batches, module.losses, state, validated
 
 
-def with_session(folder):
+def with_session(folder, options, make_model, world_size):
+    from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
 
+    from hyperpod_plugins.errors import ConfigError
     from hyperpod_plugins.session import Session
 
-    session = Session(context_parallel_degree=2, hybrid_shard_degree=2, global_batch_size=GLOBAL_BATCH)
+    session = Session(**options, global_batch_size=GLOBAL_BATCH)
+    if options == EXPERTS:
+        other = fully_shard(make_model(), mesh=session.mesh["shard"])
+        with pytest.raises(ConfigError, match="its experts cannot be divided any more"):
+            session.train(other, torch.optim.AdamW(other.parameters()))
     model = session.parallelize(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.train(model, optimizer, max_grad_norm=MAX_NORM)
@@ -227,12 +238,12 @@ def with_session(folder):
     return batches, losses, state_of(model), None
 
 
-def with_accelerate(folder):
+def with_accelerate(folder, options, make_model, world_size):
     from torch.utils.data import DataLoader
 
     from hyperpod_plugins.accelerate import HyperPodPlugin
 
-    accelerator = HyperPodPlugin(context_parallel_degree=2, hybrid_shard_degree=2).accelerator()
+    accelerator = HyperPodPlugin(**options).accelerator()
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -256,7 +267,7 @@ def with_accelerate(folder):
     return batches, losses, state_of(model), None
 
 
-def with_smp(folder):
+def with_smp(folder, options, make_model, world_size):
     from torch.utils.data import DataLoader, DistributedSampler
 
     import hyperpod_plugins.smp
@@ -265,8 +276,11 @@ def with_smp(folder):
     import torch.sagemaker as tsm
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    tsm.init({"context_parallel_degree": 2, "hybrid_shard_degree": 2})
-    assert (tsm.state.cp_size, tsm.state.cp_rank, tsm.state.dp_size) == (2, tsm.state.rank % 2, 2)
+    tsm.init(options)
+    index = tsm.state.rank % 2
+    assert (tsm.state.cp_size, tsm.state.cp_rank) == ((2, index) if options == CONTEXT else (1, 0))
+    assert (tsm.state.ep_size, tsm.state.ep_rank) == ((2, index) if options == EXPERTS else (1, 0))
+    assert tsm.state.dp_size == 2
     model = FullyShardedDataParallel(
         tsm.transform(make_model()), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
     )
@@ -286,27 +300,32 @@ def with_smp(folder):
 
 
 @pytest.mark.spawns
+@pytest.mark.parametrize("options", [CONTEXT, EXPERTS], ids=["context", "experts"])
 @pytest.mark.parametrize("adapter", [with_lightning, with_session, with_accelerate, with_smp])
-def test_through_an_adapter(run_ranks, tmp_path, adapter):
-    results = run_ranks(adapter, str(tmp_path), world_size=4, timeout_s=120)
-    batches = [each[0] for each in results]
-    for first, second in ((0, 1), (2, 3)):
-        assert all(torch.equal(*pair) for pair in zip(batches[first], batches[second], strict=True))
-    together = [torch.cat(parts) for parts in zip(batches[0], batches[2], strict=True)]
+def test_through_an_adapter(run_ranks, tmp_path, adapter, options):
+    is_split = options == CONTEXT  # each two ranks have the same samples
+    build = make_model if is_split else make_mixture
+    world_size = 4 if is_split else 2
+    results = run_ranks(adapter, str(tmp_path), options, build, world_size, world_size=world_size, timeout_s=120)
+    if is_split:
+        for one, other in (results[:2], results[2:]):
+            assert all(torch.equal(*pair) for pair in zip(one[0], other[0], strict=True))
+            assert all(torch.equal(*pair) for pair in zip(one[1], other[1], strict=True))
+        results = results[::2]
+    together = [torch.cat(parts) for parts in zip(results[0][0], results[1][0], strict=True)]
     assert len(together) == NUM_STEPS
     read = torch.cat(together)
     assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, samples().tolist()))
-    losses, _, _, state = train_alone(batches=together)
+    alone = build()
+    losses, _, _, state = train(alone, alone.parameters(), together, torch.nn.utils.clip_grad_norm_)
     for step, wanted in enumerate(losses):
         values = [each[1][step] for each in results]
-        assert torch.equal(values[0], values[1])
-        assert abs((values[0] + values[2]) / 2 - wanted) <= 1e-5 * wanted
+        assert abs(sum(values) / 2 - wanted) <= 1e-5 * wanted
     for _, _, found, _ in results:
         for name, value in state.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
     if results[0][3] is not None:
-        model = make_model()
-        model.load_state_dict(state, strict=False)
+        alone.load_state_dict(state, strict=False)
         with torch.no_grad():
-            wanted = model(input_ids=samples()[:8], labels=samples()[:8]).loss
+            wanted = alone(input_ids=samples()[:8], labels=samples()[:8]).loss
         assert all(abs(each[3] - wanted) <= 1e-5 * wanted for each in results)

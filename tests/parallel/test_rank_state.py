@@ -32,8 +32,8 @@ def test_states_are_written_for_each_rank_where_they_differ(tmp_path):
 
 
 def choose(saved, here, rank, ranks, sharded=("ema",), *, is_training=True):
-    world, shard, tensor = here
-    topology = Topology(world_size=world, shard_degree=shard, tensor_degree=tensor)
+    world, shard, tensor, *expert = here
+    topology = Topology(world_size=world, shard_degree=shard, tensor_degree=tensor, expert_degree=(*expert, 1)[0])
     return RankStateSelector(rank=rank, topology=topology, saved_layout=saved, is_training=is_training).choose(
         ranks, sharded
     )
@@ -44,19 +44,23 @@ def test_a_rank_takes_its_own_state_or_that_of_a_replica():
     assert choose((4, 2, 1), (4, 2, 1), 3, (0, 1)) == 1  # a rank was lost when the checkpoint was written
     assert choose((4, 2, 1), (2, 2, 1), 1, range(4)) == 1
     assert choose((4, 2, 1), (8, 2, 1), 6, range(4)) == 0
+    assert choose((4, 2, 1, 1), (4, 2, 1), 3, range(4)) == 3
+    assert choose((4, 4, 1, 2), (8, 4, 1, 2), 6, range(4)) == 2
     assert choose((4, 2, 1), (4, 4, 1), 3, range(4), sharded=()) is None
     assert choose((4, 2, 1), (4, 4, 1), 3, range(4), is_training=False) is None
 
 
-@pytest.mark.parametrize("here", [(4, 4, 1), (4, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize("here", [(4, 4, 1), (4, 1, 2), (2, 1, 1), (4, 2, 1, 2)])
 def test_parts_of_shards_mean_nothing_to_other_degrees(here):
-    with pytest.raises(CheckpointMismatch, match=r"ema .* 4 ranks with shard degree 2 and tensor degree 1"):
+    words = "shard degree 2, tensor degree 1 and expert degree 1"
+    with pytest.raises(CheckpointMismatch, match=rf"ema .* 4 ranks with {words}"):
         choose((4, 2, 1), here, 0, range(4))
+    assert choose((4, 2, 1), here, 0, range(4), is_training=False) is None
 
 
-@pytest.mark.parametrize("saved", [(), (4, 2), (4, 2, 0), (4, 2, "1"), (4, 2, True)])
+@pytest.mark.parametrize("saved", [(), (4, 2), (4, 2, 0), (4, 2, "1"), (4, 2, True), (4, 2, 1, 0), (4, 2, 1, 1, 1)])
 def test_a_layout_that_this_package_has_not_written_is_refused(saved):
-    with pytest.raises(CheckpointDamaged, match="world size, shard degree and tensor degree"):
+    with pytest.raises(CheckpointDamaged, match="world size, shard degree, tensor degree and expert degree"):
         choose(saved, (4, 2, 1), 0, range(4))
 
 

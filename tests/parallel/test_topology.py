@@ -14,9 +14,13 @@ from hyperpod_plugins.parallel.topology import AXES, nearest_degrees
 @st.composite
 def topologies(draw):
     replicate, shard, tensor = (draw(st.integers(1, 6)) for _ in AXES)
-    context = draw(st.sampled_from([degree for degree in range(1, shard + 1) if shard % degree == 0]))
+    context, experts = (draw(st.sampled_from([d for d in range(1, shard + 1) if shard % d == 0])) for _ in range(2))
     return Topology(
-        world_size=replicate * shard * tensor, shard_degree=shard, tensor_degree=tensor, context_degree=context
+        world_size=replicate * shard * tensor,
+        shard_degree=shard,
+        tensor_degree=tensor,
+        context_degree=context,
+        expert_degree=experts,
     )
 
 
@@ -98,6 +102,20 @@ def test_context_peers_are_neighbours_that_divide_the_shard_axis(topology):
 
 
 @given(topologies())
+def test_experts_are_divided_among_neighbours_and_sharded_over_the_rest(topology):
+    for rank in range(topology.world_size):
+        peers, sharing = topology.expert_peers(rank), topology.expert_shard_peers(rank)
+        shards = topology.peers(rank, "shard")
+        assert len(peers) == topology.expert_degree
+        assert len(peers) * len(sharing) == topology.shard_degree
+        assert set(peers) & set(sharing) == {rank}
+        first = shards.index(peers[0])
+        assert peers == shards[first : first + len(peers)]
+        assert sorted(other for peer in sharing for other in topology.expert_peers(peer)) == list(shards)
+        assert all(topology.expert_shard_peers(peer) == sharing for peer in sharing)
+
+
+@given(topologies())
 def test_data_peers_are_one_of_each_data_rank(topology):
     for rank in range(topology.world_size):
         peers = topology.data_peers(rank)
@@ -136,11 +154,14 @@ def test_growing_by_replicas_moves_nobody_inside_a_replica(topology):
         shard_degree=topology.shard_degree,
         tensor_degree=topology.tensor_degree,
         context_degree=topology.context_degree,
+        expert_degree=topology.expert_degree,
     )
     for rank in range(topology.world_size):
         assert grown.coordinates(rank) == topology.coordinates(rank)
         assert grown.peers(rank, "shard") == topology.peers(rank, "shard")
         assert grown.context_peers(rank) == topology.context_peers(rank)
+        assert grown.expert_peers(rank) == topology.expert_peers(rank)
+        assert grown.expert_shard_peers(rank) == topology.expert_shard_peers(rank)
 
 
 def test_one_table_by_hand():
@@ -187,6 +208,7 @@ def test_a_world_of_one_has_every_axis():
             r"context_degree must divide shard_degree 4, but is 3",
         ),
         ({"world_size": 4, "context_degree": 2}, r"context_degree must divide shard_degree 1, but is 2"),
+        ({"world_size": 4, "expert_degree": 2}, r"expert_degree must divide shard_degree 1, but is 2"),
         ({"world_size": 4, "tensor_degree": -1}, r"tensor_degree must lie in 1 \.\. 4 .* but is -1"),
     ],
 )

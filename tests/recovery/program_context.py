@@ -1,4 +1,4 @@
-"""Training whose sequences are split over two ranks, with dropout: a loop, or a fit of Lightning (`FIT`).
+"""Training whose sequences, or experts (`EXPERTS`), are split over two ranks, with dropout: a loop, or a fit (`FIT`).
 
 `hyperpodrun` runs it, with faults at chosen points.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from faults import ACCELERATOR, Faults, devices
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
@@ -20,20 +20,23 @@ torch.set_num_threads(1)
 
 def make_model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=int(os.environ.get("KEY_HEADS", "4")),
-        attention_dropout=0.2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": int(os.environ.get("KEY_HEADS", "4")),
+        "attention_dropout": 0.2,
+        "use_cache": False,
+    }
+    if EXPERTS:
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-OPTIONS = {"hybrid_shard_degree": 2, "context_parallel_degree": 2}
+EXPERTS = "EXPERTS" in os.environ
+OPTIONS = {"hybrid_shard_degree": 2, "expert_parallel_degree" if EXPERTS else "context_parallel_degree": 2}
 
 
 def data():
@@ -48,7 +51,9 @@ def compute_loss(model, batch, faults, step):
 
 
 def watch_layer(model, faults, step_of):
-    model.model.layers[1].register_forward_hook(lambda *_: faults.at("layer", step_of()))
+    layer = model.model.layers[1]
+    watched = layer.mlp.gate if EXPERTS else layer  # the others wait for tokens
+    watched.register_forward_hook(lambda *_: faults.at("layer", step_of()))
 
 
 def train(faults):

@@ -1,4 +1,4 @@
-"""Ranks that are lost while sequences are split over them: the same bits as of a job to which nothing happens."""
+"""Ranks that are lost while sequences or experts are split over them: the bits of a job to which nothing happens."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ SCRIPT = "program_context.py"
 NUM_STEPS = 12
 FAULTS = [
     ["forward", 1, 0, "kill"],
-    ["layer", 3, 1, "kill"],  # its peer waits for its keys and values
+    ["layer", 3, 1, "kill"],  # its peer waits for its keys and values, or its tokens
     ["backward", 5, 3, "kill"],
     ["layer", 8, 2, "raise"],
     ["layer", 10, 2, "kill"],
@@ -34,15 +34,17 @@ def run(folder, environ, faults):
 
 
 @pytest.mark.parametrize(
-    ("key_heads", "transport"),
+    "environ",
     [
-        pytest.param("4", "gloo", id="heads exchanged"),
-        pytest.param("1", "gloo", id="keys and values gathered"),
-        pytest.param("4", "nccl-like", id="nccl-like"),
+        pytest.param({}, id="heads exchanged"),
+        pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered"),
+        pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
+        pytest.param({"EXPERTS": "1"}, id="experts"),
+        pytest.param({"EXPERTS": "1", "HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="experts, nccl-like"),
     ],
 )
-def test_lost_ranks_change_no_bit(tmp_path, key_heads, transport):
-    calm, disturbed = run(tmp_path, {"KEY_HEADS": key_heads, "HYPERPOD_TEST_TRANSPORT": transport}, FAULTS)
+def test_lost_ranks_change_no_bit(tmp_path, environ):
+    calm, disturbed = run(tmp_path, {"HYPERPOD_TEST_TRANSPORT": "gloo"} | environ, FAULTS)
     losses = {line["step"]: line["loss"] for line in calm.records("step")[0]}
     assert len(losses) == NUM_STEPS
     for lines in disturbed.records("step"):

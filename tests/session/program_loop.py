@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 sys.path.append(str(Path(__file__).parent.parent / "stand_ins"))  # of Transformer Engine
 from faults import Faults
+from parallel.expert_models import OwnExperts
 
 from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
@@ -27,6 +28,7 @@ FLOAT8 = {  # options of the session
     "te": {"float8_recipe": "te-fp8", "te_scaling": {"amax_history_len": 256}, "precision": "bf16-mixed"},
 }[os.environ.get("FLOAT8", "")]
 NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if FLOAT8 else 8
+EXPERTS = "EXPERTS" in os.environ
 torch.set_num_threads(1)
 
 
@@ -38,6 +40,8 @@ class Net(nn.Module):
         self.register_buffer("num_calls", torch.zeros(()))
         if "OWN" in os.environ:
             self.register_buffer("mean", torch.zeros(WIDTH))
+        if EXPERTS:
+            self.router, self.experts = nn.Linear(WIDTH, 4), OwnExperts(num_experts=4, width=WIDTH)
 
     def forward(self, x):
         if self.training:
@@ -47,6 +51,9 @@ class Net(nn.Module):
                 x = x - self.mean
         for layer in self.layers:
             x = self.dropout(torch.relu(layer(x)))
+        if EXPERTS:
+            weights, chosen = self.router(x).softmax(dim=1).topk(2, dim=1)
+            x = x + self.experts(x, chosen, weights)
         return x
 
 
@@ -88,6 +95,7 @@ def main():
         hybrid_shard_degree=shards,
         **batch,
         **FLOAT8,
+        expert_parallel_degree=2 if EXPERTS else 1,
         random_seed=5,
         elastic=elastic,
         shard_degrees=[int(each) for each in os.environ.get("SHARD_DEGREES", "").split()],

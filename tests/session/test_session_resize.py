@@ -99,6 +99,42 @@ def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_
             assert torch.equal(found["state"][name], value), name
 
 
+def test_experts_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path_factory):
+    """Two ranks share the experts: a replica joins, is lost for good, and another one joins."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    nodes.environ |= {"EXPERTS": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2", "OPTIMIZER": "sgd"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.lose("b")
+        nodes.await_size(2)
+        nodes.start("c")
+        nodes.await_size(4)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    environ = {"STEPS": str(num_steps), "SHARDS": "2", "REPLICAS": "1", "SAMPLES": "120", "OPTIMIZER": "sgd"}
+    folder = tmp_path_factory.mktemp("calm")
+    environ |= {"EXPERTS": "1"}
+    calm = run_job(LoopNodes.script, folder, num_ranks=2, environ=environ, args=PRELOAD)
+    assert calm.code == 0, calm.output[-8000:]
+    fixed = {entry["step"]: entry for entry in calm.records("step", 2)[0]}
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    for step, entries in steps.items():
+        for entry in entries:
+            assert float.fromhex(entry["loss"]) == pytest.approx(float.fromhex(fixed[step]["loss"]), rel=1e-3)
+    results = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)["state"] for rank in range(4)]
+    for rank, wanted in enumerate(calm.results(2)):
+        del wanted["state"]["num_calls"]  # a larger world has fewer micro-steps
+        for name, value in wanted["state"].items():
+            torch.testing.assert_close(results[rank][name], value, rtol=1e-3, atol=1e-4)
+            assert torch.equal(results[rank][name], results[rank + 2][name]), name
+
+
 def test_a_replica_that_joins_gets_the_scales_of_transformer_engine(tmp_path):
     """They depend on more passes than it makes itself, and without them replicas would differ."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)

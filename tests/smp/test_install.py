@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import hyperpod_plugins.smp
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.smp import job as smp_job
 
 
 @pytest.fixture
@@ -94,6 +96,14 @@ def test_ranks_share_gpus_that_are_too_few(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", choose)
     with pytest.raises(Chosen, match=r"^1$"):
         hyperpod_plugins.smp.init()
+
+
+@pytest.mark.parametrize("name", ["context", "expert"])
+def test_degrees_need_groups_of_this_package(monkeypatch, name):
+    topology = Topology(world_size=2, shard_degree=2, **{f"{name}_degree": 2})
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    with pytest.raises(NotBuiltYetError, match=f"{name}_parallel_degree=2 needs groups of the backend 'hyperpod'"):
+        smp_job._mesh(topology)
 
 
 def test_an_unknown_way_to_balance():

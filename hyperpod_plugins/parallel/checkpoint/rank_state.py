@@ -61,26 +61,27 @@ class RankStateSelector:
     """Global rank that loads the state."""
     topology: Topology
     """Topology of the loading job."""
-    saved_layout: tuple[int, int, int]
-    """World size, shard degree and tensor degree of the job that wrote the checkpoint."""
+    saved_layout: tuple[int, ...]
+    """`Topology.layout` of the job that wrote the checkpoint."""
     is_training: bool
     """Whether the rank continues training from the checkpoint."""
 
     def __post_init__(self) -> None:
-        """Check `saved`.
+        """Check `saved_layout`.
 
         Raises:
-            CheckpointDamaged: it is not three positive integers.
+            CheckpointDamaged: it is not three or four positive integers.
         """
-        if len(self.saved_layout) != 3 or any(type(each) is not int or each < 1 for each in self.saved_layout):
+        layout = self.saved_layout
+        if len(layout) not in (3, 4) or any(type(each) is not int or each < 1 for each in layout):
             raise CheckpointDamaged(
-                f"world size, shard degree and tensor degree of a checkpoint cannot be {self.saved_layout}"
+                f"world size, shard degree, tensor degree and expert degree of a checkpoint cannot be {layout}"
             )
 
     @property
     def degrees_differ(self) -> bool:
         """Whether the checkpoint was written with other degrees, so that none of its ranks held the same shard."""
-        return self.saved_layout[1:] != (self.topology.shard_degree, self.topology.tensor_degree)
+        return complete_layout(self.saved_layout)[1:] != self.topology.layout[1:]
 
     def choose(self, ranks: Sequence[int], sharded: Sequence[str]) -> int | None:
         """Return the rank in `ranks` whose state to load: this rank, or one that held the same shard.
@@ -95,7 +96,7 @@ class RankStateSelector:
         Raises:
             CheckpointMismatch: training continues, `sharded` is not empty, and no rank held the same shard.
         """
-        world_size, *degrees = self.saved_layout
+        world_size, *degrees = complete_layout(self.saved_layout)
         here = self.topology
         if not self.degrees_differ:
             alike = [rank for rank in ranks if rank % here.replica_size == self.rank % here.replica_size]
@@ -103,14 +104,22 @@ class RankStateSelector:
                 return self.rank if self.rank in alike else alike[0]
         if not (sharded and self.is_training):
             return None
+        was, wanted = (
+            "shard degree {}, tensor degree {} and expert degree {}".format(*each)
+            for each in (degrees, here.layout[1:])
+        )
         raise CheckpointMismatch(
             f"{format_list(list(sharded))} of the checkpoint has tensors that differ from rank to rank, such as "
-            f"averages of local shards. It was written by {world_size} ranks with shard degree {degrees[0]} and "
-            f"tensor degree {degrees[1]}, and cannot be used by {here.world_size} ranks with shard degree "
-            f"{here.shard_degree} and tensor degree {here.tensor_degree}. Use the degrees of the checkpoint, or leave "
+            f"averages of local shards. It was written by {world_size} ranks with {was}, and cannot be used by "
+            f"{here.world_size} ranks with {wanted}. Use the degrees of the checkpoint, or leave "
             "that state out of state_dict and on_save_checkpoint (keep it in buffers or parameters of the "
             "module, which are resharded)."
         )
+
+
+def complete_layout(saved: Sequence[int]) -> tuple[int, ...]:
+    """Return a saved `Topology.layout`; one of three numbers was written when there were no expert degrees."""
+    return (*saved, 1) if len(saved) == 3 else tuple(saved)
 
 
 def saved_ranks(path: Path) -> tuple[int, ...]:
