@@ -1,14 +1,19 @@
-"""Step time of the same small Llama under four ways to train it: what we add to plain torch, and what Lightning adds.
+"""Step time of the same small Llama under several ways to train it: what we add to plain torch, and to Lightning.
 
-    python benchmarks/throughput.py --rounds 60
+    python benchmarks/throughput.py --rounds 60                              # 2 replicas x 2 shards, against FSDP2
+    python benchmarks/throughput.py --rounds 60 --ranks 2 --shard-degree 1   # pure replication, against DDP
+    python benchmarks/throughput.py --rounds 60 --ranks 2 --shard-degree 2   # full sharding, against FSDP2
 
-    torch FSDP2            a plain loop, `fully_shard` per block and root             (the reference)
+    torch FSDP2            a plain loop, `fully_shard` per block and root      (the reference with more than one shard)
+    torch DDP              a plain loop, `DistributedDataParallel`             (the reference with one shard)
     hyperpod loop          a plain loop, `parallelize`
-    Lightning ModelParallel   Trainer with Lightning's own strategy, sharded like the reference in `configure_model`
+    Lightning ModelParallel   Trainer with Lightning's own strategy, sharded like "torch FSDP2" in `configure_model`
+    Lightning DDP          Trainer with DDPStrategy
     Lightning hyperpod     Trainer with HyperPodStrategy, the module left alone
 
-Hybrid sharding, 2 replicas x 2 shards on four ranks (or on the GPUs of this machine). Same seed and same data, so all
-of them must show the same losses. Lightning's FSDPStrategy refuses CPUs, so it runs only where there is CUDA.
+By default hybrid sharding on four ranks (or on the GPUs of this machine). DDP keeps everything on each rank, whatever
+the degree. Same seed and same data, so all of them must show the same losses. Lightning's FSDPStrategy refuses CPUs, so
+it runs only where there is CUDA.
 """
 
 import math
@@ -18,10 +23,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -33,11 +39,8 @@ from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 BATCH = 2
 SEQUENCE = 128
 VOCABULARY = 512
-LIMIT = 1.02  # what hyperpod may take more than plain torch
+LIMIT, LIMIT_OF_REPLICATION = 1.02, 1.03  # what hyperpod may take more than plain torch, and than DDP
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORLD_SIZE = torch.cuda.device_count() if DEVICE == "cuda" else 4
-REPLICAS = 2 if WORLD_SIZE % 2 == 0 and WORLD_SIZE > 2 else 1
-SHARDS = WORLD_SIZE // REPLICAS
 
 
 class RandomTokens(Dataset[torch.Tensor]):
@@ -50,7 +53,7 @@ class RandomTokens(Dataset[torch.Tensor]):
         return 1_000_000_000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index * WORLD_SIZE + self.global_rank)
+        generator = torch.Generator().manual_seed(index * dist.get_world_size() + self.global_rank)
         # Squaring makes low tokens more frequent: there is something to learn, so wrong gradients would show.
         return (VOCABULARY * torch.rand(SEQUENCE, generator=generator).square()).long()
 
@@ -94,25 +97,33 @@ def shard_plainly(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def plain_mesh() -> DeviceMesh:
-    return init_device_mesh(DEVICE, (REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard"))
+def plain_mesh(shard_degree: int) -> DeviceMesh:
+    replicas = dist.get_world_size() // shard_degree
+    return init_device_mesh(DEVICE, (replicas, shard_degree), mesh_dim_names=("replicate", "shard"))
 
 
-def train_torch(turns: Iterator[int]) -> list[float]:
+def train_torch(turns: Iterator[int], shard_degree: int) -> list[float]:
     """Plain torch: what anybody would write from the FSDP2 tutorial."""
     device = start_process_group("nccl" if DEVICE == "cuda" else "gloo")
     model = make_model().to(device)
-    shard_plainly(model, plain_mesh())
+    shard_plainly(model, plain_mesh(shard_degree))
     return plain_loop(turns, model, device)
 
 
-def train_hyperpod(turns: Iterator[int]) -> list[float]:
+def train_ddp(turns: Iterator[int]) -> list[float]:
+    """Plain torch: what anybody would write from the DDP tutorial."""
+    device = start_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    model = DistributedDataParallel(make_model().to(device))
+    return plain_loop(turns, model, device)
+
+
+def train_hyperpod(turns: Iterator[int], shard_degree: int) -> list[float]:
     """The same loop with our group, our mesh and `parallelize`."""
     from hyperpod_plugins.comm import register
 
     register()
     device = start_process_group("hyperpod")
-    config = ParallelConfig(hybrid_shard_degree=SHARDS)
+    config = ParallelConfig(hybrid_shard_degree=shard_degree)
     mesh = build_mesh(config.topology(dist.get_world_size()), DEVICE)
     model = parallelize(make_model().to(device), mesh, config)
     return plain_loop(turns, model, device)
@@ -159,31 +170,36 @@ class Module(pl.LightningModule):
 class ShardedModule(Module):
     """For ModelParallelStrategy, which leaves the sharding to the module and knows no replicas."""
 
+    def __init__(self, turns: Iterator[int], shard_degree: int) -> None:
+        super().__init__(turns)
+        self.shard_degree = shard_degree
+
     def configure_model(self) -> None:
-        shard_plainly(self.model, plain_mesh())
+        shard_plainly(self.model, plain_mesh(self.shard_degree))
 
 
-def train_lightning(turns: Iterator[int], strategy: str) -> list[float]:
+def train_lightning(turns: Iterator[int], strategy: str, world_size: int, shard_degree: int) -> list[float]:
     """A Trainer without the parts that only write: no logger, checkpoints or progress bar."""
-    strategies: dict[str, tuple[type[Module], Callable[[], Any]]] = {
-        "hyperpod": (Module, lambda: HyperPodStrategy(hybrid_shard_degree=SHARDS)),
+    strategies: dict[str, tuple[Callable[[Iterator[int]], Module], Callable[[], Any]]] = {
+        "hyperpod": (Module, lambda: HyperPodStrategy(hybrid_shard_degree=shard_degree)),
+        "ddp": (Module, DDPStrategy),
         "model parallel": (
-            ShardedModule,
-            lambda: ModelParallelStrategy(data_parallel_size=WORLD_SIZE, tensor_parallel_size=1),
+            lambda turns: ShardedModule(turns, shard_degree),
+            lambda: ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1),
         ),
         "fsdp": (
             Module,
             lambda: FSDPStrategy(
                 auto_wrap_policy={LlamaDecoderLayer},
                 sharding_strategy="HYBRID_SHARD",
-                device_mesh=(REPLICAS, SHARDS),
+                device_mesh=(world_size // shard_degree, shard_degree),
             ),
         ),
     }
-    module_class, make_strategy = strategies[strategy]
+    make_module, make_strategy = strategies[strategy]
     trainer = pl.Trainer(
         accelerator=DEVICE,
-        devices=WORLD_SIZE,
+        devices=world_size,
         strategy=make_strategy(),
         max_epochs=1,
         logger=False,
@@ -192,25 +208,33 @@ def train_lightning(turns: Iterator[int], strategy: str) -> list[float]:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    module = module_class(turns)
+    module = make_module(turns)
     trainer.fit(module)
     return torch.stack(module.losses).tolist()
 
 
-def contenders() -> list[ranks.Contender]:
-    ways: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-        "torch FSDP2": (train_torch, {}),
-        "torch FSDP2 again (control)": (train_torch, {}),
-        "hyperpod loop": (train_hyperpod, {}),
-        "Lightning ModelParallel": (train_lightning, {"strategy": "model parallel"}),
-        "Lightning hyperpod": (train_lightning, {"strategy": "hyperpod"}),
+def contenders(world_size: int, shard_degree: int) -> list[ranks.Contender]:
+    """All ways; the first is the reference."""
+    sharded = {"shard_degree": shard_degree}
+    in_lightning = {"world_size": world_size, "shard_degree": shard_degree}
+    ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "torch FSDP2": (train_torch, sharded),
+        "torch FSDP2 again (control)": (train_torch, sharded),
+        "torch DDP": (train_ddp, {}),
+        "hyperpod loop": (train_hyperpod, sharded),
+        "Lightning ModelParallel": (train_lightning, {"strategy": "model parallel", **in_lightning}),
+        "Lightning DDP": (train_lightning, {"strategy": "ddp", **in_lightning}),
+        "Lightning hyperpod": (train_lightning, {"strategy": "hyperpod", **in_lightning}),
     }
+    if shard_degree == 1:
+        ways = {"torch DDP": ways["torch DDP"], "torch DDP again (control)": ways["torch DDP"], **ways}
+        del ways["torch FSDP2 again (control)"]
     if DEVICE == "cuda":
-        ways["Lightning FSDP"] = (train_lightning, {"strategy": "fsdp"})
+        ways["Lightning FSDP"] = (train_lightning, {"strategy": "fsdp", **in_lightning})
     else:
         print("Lightning FSDPStrategy is left out: it refuses to run on CPUs (FSDP1 needs an accelerator).")
     return [
-        ranks.Contender(name=name, train=train, world_size=WORLD_SIZE, kwargs=kwargs)
+        ranks.Contender(name=name, train=train, world_size=world_size, kwargs=kwargs)
         for name, (train, kwargs) in ways.items()
     ]
 
@@ -229,14 +253,26 @@ def main() -> None:
     harness.leave_cleanly_on_sigterm()
     parser = harness.argument_parser("Step time of plain torch, hyperpod, and Lightning's strategies.")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if DEVICE == "cuda" else 4)
+    parser.add_argument(
+        "--shard-degree", type=int, help="ranks that one model state is split over (default: two replicas)"
+    )
     arguments = parser.parse_args()
+    world_size = arguments.ranks
+    replicas = 2 if world_size % 2 == 0 and world_size > 2 else 1
+    shard_degree = arguments.shard_degree or world_size // replicas
+    if world_size % shard_degree:
+        parser.error(f"--shard-degree {shard_degree} does not divide --ranks {world_size}")
     ranks.preload(["lightning.pytorch", "transformers.models.llama.modeling_llama", "hyperpod_plugins.lightning"])
-    chosen = [c for c in contenders() if not arguments.only or any(word in c.name for word in arguments.only)]
+    everyone = contenders(world_size, shard_degree)
+    chosen = [each for each in everyone if not arguments.only or any(word in each.name for word in arguments.only)]
     schedule = harness.Schedule.from_arguments(arguments, rounds=60, starts=6, steps=3)
-    comparison = harness.compare(f"Llama, {REPLICAS} x {SHARDS}, {DEVICE}", chosen, schedule)
+    title = f"Llama, {world_size // shard_degree} x {shard_degree}, {DEVICE}"
+    comparison = harness.compare(title, chosen, schedule)
     report.print_comparison(comparison)
+    limit = LIMIT_OF_REPLICATION if shard_degree == 1 else LIMIT
     for run in comparison.runs[1:]:
-        print(report.ratio_line(comparison, run, LIMIT if "hyperpod" in run.name else None))
+        print(report.ratio_line(comparison, run, limit if "hyperpod" in run.name else None))
     reference = comparison.runs[0]
     differences = {run.name: largest_loss_difference(run, reference) for run in comparison.runs[1:]}
     first_rank = reference.results[0]

@@ -46,6 +46,7 @@ def test_a_rank_that_loses_a_worker_of_its_loader_is_replaced(where, undisturbed
 def test_workers_that_are_lost_each_time_end_the_job(tmp_path):
     found = run(tmp_path, "always")
     assert found.code == 1
-    # On a busy machine, all processes may have been started again once before.
-    assert num_processes(found) in ([1, 3], [2, 6]), found.output[-6000:]
+    of_others, of_lost = num_processes(found)
+    assert of_lost >= 3, found.output[-6000:]
+    assert of_others <= 2, found.output[-6000:]  # on a busy machine, all may have been started again once before
     assert "failed 3 times in a row" in found.output
