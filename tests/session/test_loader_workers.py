@@ -49,4 +49,5 @@ def test_workers_that_are_lost_each_time_end_the_job(tmp_path):
     of_others, of_lost = num_processes(found)
     assert of_lost >= 3, found.output[-6000:]
     assert of_others <= 2, found.output[-6000:]  # on a busy machine, all may have been started again once before
-    assert "failed 3 times in a row" in found.output
+    # The other way to end: torch reports the next loss by a signal, while the loop is being left for the one before.
+    assert "failed 3 times in a row" in found.output or "in handler" in found.output, found.output[-6000:]
