@@ -9,6 +9,7 @@ stopped: before a step, or in the rest of the last step's body, which is then re
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -267,6 +268,10 @@ _LEFT_EARLY = (
 )
 
 
+_OF_LOST_WORKERS = (RuntimeError, OSError, EOFError)
+_DATALOADER = "torch.utils.data.dataloader"
+
+
 def _end_process(why: str) -> NoReturn:
     """End a process in the middle of its loop, so that it is replaced as one that was killed.
 
@@ -280,8 +285,24 @@ def _end_process(why: str) -> NoReturn:
 
 
 def has_lost_loader_worker(error: BaseException | None) -> bool:
-    """Whether torch has raised this because a worker process of a DataLoader has ended, which may be anywhere."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    """Whether torch has raised this because a worker process of a DataLoader has ended.
+
+    Its handler of signals raises anywhere. Before that, the connection over which a batch comes may break: torch passes
+    that error on if the worker's end has not been noted yet.
+    """
+    if not isinstance(error, _OF_LOST_WORKERS):
+        return False
+    message = str(error)
+    is_pinning = " in pin memory thread" in message.partition("\n")[0] and isinstance(error, ConnectionError | EOFError)
+    return message.startswith("DataLoader worker (pid") or is_pinning or _was_receiving(error)
+
+
+def _was_receiving(error: BaseException) -> bool:
+    """Whether an error was raised while a batch was received from a worker; errors of datasets are raised later."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_code.co_name == "_try_get_data" and frame.f_globals.get("__name__") == _DATALOADER for frame in frames
+    )
 
 
 class Loop:
@@ -353,7 +374,7 @@ class Loop:
             is_over, is_left = not ends_only_this_process(error), error is None
             raised = error if is_over and not isinstance(error, PeerLost) else None
             raise
-        except RuntimeError as error:
+        except _OF_LOST_WORKERS as error:
             self._end_if_worker_was_lost(error)
             is_over = not ends_only_this_process(error)
             raise
@@ -368,7 +389,8 @@ class Loop:
 
     def _end_if_worker_was_lost(self, error: BaseException | None) -> None:
         if self.has_recovery and has_lost_loader_worker(error):
-            _end_process(f"{str(error).strip()} This process ends, to be replaced, and the other ranks continue.")
+            cause = f"a worker process of a DataLoader was lost ({type(error).__name__}: {str(error).strip()})"
+            _end_process(f"{cause}. This process ends, to be replaced, and the other ranks continue.")
 
     def _run(self, begins_at: Position, resumed_from: str, at_end: Callable[[], object]) -> Iterator[Step]:
         transactions = self.transactions
