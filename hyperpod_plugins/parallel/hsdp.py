@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.module_chains import find_chains
-from hyperpod_plugins.parallel.requires_grad import flags_of, follow_requires_grad, make_equal
+from hyperpod_plugins.parallel.requires_grad import flags_of, make_equal
 from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     blocks = list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
-    _check_one_dtype_per_unit([*_sharded_modules(model), *blocks, model])
+    _check_one_dtype_per_unit([*cast("Iterator[nn.Module]", fsdp_units(model)), *blocks, model])
     policy = mixed_precision_policy(config)
     offload = offload_policy(config, mesh.device_type)
 
@@ -76,7 +76,6 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
             )
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     watch_units(model)
-    follow_requires_grad(model)
 
 
 class _CachedSlicesMesh(DeviceMesh):
@@ -177,10 +176,6 @@ def _warn_if_mostly_one_unit(name: str, layers: nn.ModuleList, size_of_model: in
 def fsdp_units(model: nn.Module) -> Iterator[FSDPModule]:
     """Return the FSDP2 units of a sharded model, the root first."""
     return (part for part in model.modules() if isinstance(part, FSDPModule))
-
-
-def _sharded_modules(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
@@ -327,7 +322,8 @@ def _check_one_dtype_per_unit(units: list[nn.Module]) -> None:
 
 
 def _check_no_empty_shard(model: nn.Module, shard_degree: int) -> None:
-    sharded = {id(parameter) for part in _sharded_modules(model) for parameter in part.parameters()}
+    units = cast("Iterator[nn.Module]", fsdp_units(model))
+    sharded = {id(parameter) for unit in units for parameter in unit.parameters()}
     short = [
         f"{name} {tuple(parameter.shape)}"
         for name, parameter in model.named_parameters()
@@ -448,7 +444,7 @@ def root_gathered_for_its_parts(root: nn.Module) -> Generator[None]:
     if not isinstance(root, FSDPModule):
         yield
         return
-    parts, flags = set(_own_parts(root)), flags_of(root)
+    parts, flags = set(_own_parts(root)), flags_of(parameter_groups(root))
 
     def gather(part: nn.Module, *_: Any) -> None:
         if part in parts:

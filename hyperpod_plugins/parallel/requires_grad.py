@@ -14,28 +14,21 @@ from typing import Any
 
 from torch import nn
 
-from hyperpod_plugins.parallel.unit_watch import parameter_groups
+
+def follow_requires_grad(groups: Iterable[Any]) -> None:
+    """Keep the flags of shards and of gathered parameters equal, in FSDP2 parameter groups that are not watched yet."""
+    for group in groups:
+        flags: dict[nn.Module, list[_Flag]] = {}
+        for each in group.fsdp_params:
+            flag, info = _Flag(each), each._module_info
+            for owner in (info.module, *info.shared_modules):
+                flags.setdefault(owner, []).append(flag)
+        vars(group)["_hyperpod_flags"] = flags
 
 
-def follow_requires_grad(model: nn.Module) -> None:
-    """Keep the flags of shards and of gathered parameters equal, in a model that `fully_shard` was applied to."""
-    for part in model.modules():
-        for group in parameter_groups(part):
-            flags = vars(group).setdefault("_hyperpod_flags", {})
-            if flags:
-                continue
-            for each in group.fsdp_params:
-                flag, info = _Flag(each), each._module_info
-                for owner in (info.module, *info.shared_modules):
-                    flags.setdefault(owner, []).append(flag)
-
-
-def flags_of(unit: nn.Module) -> dict[nn.Module, list["_Flag"]]:
-    """The flags of a unit's parameters, by the module that has the parameter."""
-    found: dict[nn.Module, list[_Flag]] = {}
-    for group in parameter_groups(unit):
-        found |= vars(group).get("_hyperpod_flags", {})
-    return found
+def flags_of(groups: Iterable[Any]) -> dict[nn.Module, list["_Flag"]]:
+    """Return the flags of the parameters of groups, by the module that has the parameter."""
+    return {part: flags for group in groups for part, flags in vars(group).get("_hyperpod_flags", {}).items()}
 
 
 def make_equal(flags: Iterable["_Flag"]) -> None:

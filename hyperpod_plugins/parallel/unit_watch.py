@@ -35,18 +35,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import UnitsDiffer
+from hyperpod_plugins.parallel.requires_grad import follow_requires_grad
 
 _DIGEST_BYTES = 8
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
 
 
 def watch_units(model: nn.Module) -> None:
-    """Start watching the units of a sharded model; does nothing if they are watched already."""
+    """Start watching the units of a sharded model, and following `requires_grad`; does nothing if they are watched."""
     units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
         _watches.append(ref(UnitTrace(units)))
+        follow_requires_grad(group for _, group in units)
 
 
 def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> int:

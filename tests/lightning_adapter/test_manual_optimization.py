@@ -7,6 +7,7 @@ import pytest
 import torch
 from device import ACCELERATOR, devices
 from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 pytestmark = pytest.mark.spawns
 
@@ -85,7 +86,7 @@ def batches(num_ranks):
     return torch.randn(NUM_STEPS, num_ranks, 2, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def fit(program, options):
+def fit(program, shard_degree, shards_itself):
     import lightning.pytorch as pl
 
     from hyperpod_plugins.lightning import HyperPodStrategy
@@ -96,6 +97,11 @@ def fit(program, options):
         def __init__(self):
             super().__init__()
             self.nets = nets()
+
+        def configure_model(self):
+            if shards_itself:
+                fully_shard(self, mesh=self.device_mesh["replicate", "shard"])
+                register_fsdp_forward_method(self, "training_step")
 
         def training_step(self, batch, index):
             mine = batch[0, self.global_rank]
@@ -109,21 +115,22 @@ def fit(program, options):
 
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     quiet["use_distributed_sampler"] = False
-    strategy = HyperPodStrategy(**options)
+    strategy = HyperPodStrategy(hybrid_shard_degree=shard_degree)
     trainer = pl.Trainer(strategy=strategy, accelerator=ACCELERATOR, devices=devices(2), max_epochs=1, **quiet)
     module = Module()
     trainer.fit(module)
     return {name: value.full_tensor().detach().cpu() for name, value in module.nets.named_parameters()}
 
 
-LAYOUTS = {"shards": {"hybrid_shard_degree": 2}, "replicas": {"hybrid_shard_degree": 1}}
+LAYOUTS = {"shards": (2, False), "replicas": (1, False), "shards itself": (2, True)}
+"""Shard degree, and whether the module applies `fully_shard` to itself."""
 
 
 def fit_all():
     import warnings
 
     warnings.filterwarnings("ignore")
-    return {(program, name): fit(program, options) for program in PROGRAMS for name, options in LAYOUTS.items()}
+    return {(program, name): fit(program, *layout) for program in PROGRAMS for name, layout in LAYOUTS.items()}
 
 
 @pytest.fixture(scope="module")
