@@ -385,6 +385,8 @@ def drop_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Drop the gradients and FSDP2 state of an interrupted step, wherever it stopped."""
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
+    for part in modules_of(model):
+        _drop_gathered_gradients(part)
     forget_iteration(model)
 
 
@@ -408,7 +410,6 @@ def forget_iteration(model: nn.Module) -> None:
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
-        _forget_gathered_gradients(part)
         state: Any = part._get_fsdp_state()
         if not CAN_RESET:
             _forget_forward(part, state)
@@ -416,7 +417,7 @@ def forget_iteration(model: nn.Module) -> None:
             part.reset_iter_state()
 
 
-def _forget_gathered_gradients(part: nn.Module) -> None:
+def _drop_gathered_gradients(part: nn.Module) -> None:
     """Drop what backward has added up for gathered parameters, if an exception has interrupted it within their unit.
 
     FSDP2's own reset keeps it, and the next backward would add to it.
