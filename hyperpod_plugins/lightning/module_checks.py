@@ -30,9 +30,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.context_parallel import match_contexts
-from hyperpod_plugins.parallel.expert_parallel import match_experts
-from hyperpod_plugins.parallel.parallelize import match_float8
+from hyperpod_plugins.parallel.parallelize import match_degrees, match_float8
 from hyperpod_plugins.parallel.topology import AXES, Topology
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 
@@ -72,12 +70,11 @@ def refuse_other_layers(module: LightningModule, config: ParallelConfig) -> None
     Layers cannot be converted after sharding; the strategy converts modules that it shards itself.
 
     Raises:
-        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype; see also `match_float8`,
-            `match_contexts` and `match_experts`.
+        ConfigError: precision is `bf16-true`, and a parameter has another floating dtype; see also `match_float8`
+            and `match_degrees`.
     """
     match_float8(module, config)
-    match_contexts(module, config)
-    match_experts(module, config)
+    match_degrees(module, config)
     if config.precision != "bf16-true":
         return
     others = [

@@ -102,30 +102,10 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
         vars(part)[DEGREES] = degrees
 
 
-def match_contexts(model: nn.Module, config: ParallelConfig) -> None:
-    """Check that a model that is sharded already was split over as many ranks as the configuration says.
-
-    Raises:
-        ConfigError: it was not; it cannot be split any more, or again.
-    """
+def context_degree_of(model: nn.Module) -> int:
+    """Return the number of ranks that the sequences of a model are split over."""
     held: list[ContextDegrees] = [vars(part)[DEGREES] for part in model.modules() if DEGREES in vars(part)]
-    asked, found = config.context_parallel_degree, {degrees.context_degree for degrees in held} or {1}
-    if found == {asked}:
-        return
-    if found == {1}:
-        problem = (
-            "was sharded already, by the program or with context_parallel_degree=1, so its sequences cannot be split "
-            "any more. Leave the sharding to this package, give a new model"
-        )
-    else:
-        problem = (
-            f"was sharded with context_parallel_degree={max(found)}, and its sequences cannot be split in another way. "
-            "Give a new model"
-        )
-    raise ConfigError(
-        f"context_parallel_degree={asked}, but this {type(model).__name__} {problem}, or use "
-        f"context_parallel_degree={max(found)}."
-    )
+    return max((degrees.context_degree for degrees in held), default=1)
 
 
 def _split_language_model(model: Any, root: nn.Module, degrees: ContextDegrees) -> None:

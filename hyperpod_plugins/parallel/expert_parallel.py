@@ -154,31 +154,10 @@ def shard_experts(
             )
 
 
-def match_experts(model: nn.Module, config: ParallelConfig) -> None:
-    """Check that the experts of a model that is sharded already are divided as the configuration says.
-
-    Raises:
-        ConfigError: they are not.
-    """
+def expert_degree_of(model: nn.Module) -> int:
+    """Return the number of ranks that the experts of a model are divided among."""
     meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
-    found = {mesh[EXPERT].size() for mesh in meshes if EXPERT in (mesh.mesh_dim_names or ())} or {1}
-    asked = config.expert_parallel_degree
-    if found == {asked}:
-        return
-    if found == {1}:
-        problem = (
-            "was sharded already, by the program or with expert_parallel_degree=1, so its experts cannot be divided "
-            "any more. Leave the sharding to this package, give a new model"
-        )
-    else:
-        problem = (
-            f"was sharded with expert_parallel_degree={max(found)}, and its experts cannot be divided in another way. "
-            "Give a new model"
-        )
-    raise ConfigError(
-        f"expert_parallel_degree={asked}, but this {type(model).__name__} {problem}, or use "
-        f"expert_parallel_degree={max(found)}."
-    )
+    return max((mesh[EXPERT].size() for mesh in meshes if EXPERT in (mesh.mesh_dim_names or ())), default=1)
 
 
 def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:

@@ -36,8 +36,8 @@ from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.context_parallel import match_contexts, split_contexts
-from hyperpod_plugins.parallel.expert_parallel import find_experts, match_experts, shard_experts
+from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
+from hyperpod_plugins.parallel.expert_parallel import expert_degree_of, find_experts, shard_experts
 from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers, keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
@@ -74,15 +74,14 @@ def parallelize(
 
     Raises:
         ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
-            must not be used afterwards. See also `apply_offload`, and `match_contexts`, `match_experts` and
-            `match_float8` for a model that is sharded already.
+            must not be used afterwards. See also `apply_offload`, and `match_degrees` and `match_float8` for a
+            model that is sharded already.
         InitializationError: a parameter without a value cannot be initialized.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if is_sharded:
         match_float8(model, config)
-        match_contexts(model, config)
-        match_experts(model, config)
+        match_degrees(model, config)
     if config.float8_recipe == "te-fp8" and not averages_replicas:
         raise ConfigError(
             "float8_recipe='te-fp8' cannot be combined with reproducible=True or AdaScale: its scales depend on how a "
@@ -165,6 +164,29 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
     )
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.warning("%s", done)
+
+
+def match_degrees(model: nn.Module, config: ParallelConfig) -> None:
+    """Check that the sequences and experts of a model that is sharded already are divided as the configuration says.
+
+    Raises:
+        ConfigError: they are not, and cannot be divided any more, or again.
+    """
+    for name, found, what in (
+        ("context_parallel_degree", context_degree_of(model), "sequences cannot be split"),
+        ("expert_parallel_degree", expert_degree_of(model), "experts cannot be divided"),
+    ):
+        asked = getattr(config, name)
+        if found == asked:
+            continue
+        if found == 1:
+            problem = (
+                f"was sharded already, by the program or with {name}=1, so its {what} any more. Leave the sharding to "
+                "this package, give a new model"
+            )
+        else:
+            problem = f"was sharded with {name}={found}, and its {what} in another way. Give a new model"
+        raise ConfigError(f"{name}={asked}, but this {type(model).__name__} {problem}, or use {name}={found}.")
 
 
 def match_float8(model: nn.Module, config: ParallelConfig) -> None:

@@ -38,10 +38,9 @@ from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, Sta
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.config import refuse_degrees
-from hyperpod_plugins.parallel.expert_parallel import match_experts
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
-from hyperpod_plugins.parallel.parallelize import replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import match_degrees, replace_stale_parameters
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -319,10 +318,10 @@ class Session:
                 restored after a fault. Excludes `backward`, `max_grad_norm` and `non_finite`.
 
         Raises:
-            ConfigError: the model is not sharded, so each rank would train its own; its experts are divided in another
-                way than `expert_parallel_degree` says; a library has wrapped an optimizer or a scheduler; an optimizer
-                holds parameters that are not the model's; a scheduler waits for a metric; the policy is unknown; an
-                option is not possible with manual optimization.
+            ConfigError: the model is not sharded, so each rank would train its own; its sequences or experts are
+                divided in another way than the degrees say; a library has wrapped an optimizer or a scheduler; an
+                optimizer holds parameters that are not the model's; a scheduler waits for a metric; the policy is
+                unknown; an option is not possible with manual optimization.
         """
         if manual_optimization:
             refuse_train_options(backward=backward, max_grad_norm=max_grad_norm, non_finite=non_finite)
@@ -339,7 +338,7 @@ class Session:
                 f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
                 "train its own copy. Call model = session.parallelize(model) first."
             )
-        match_experts(model, self.config)
+        match_degrees(model, self.config)
         if any(isinstance(each, ReduceLROnPlateau) for each in _listed(schedulers)):
             raise ConfigError(
                 "ReduceLROnPlateau waits for a metric, which session.train does not have. Leave it out of train, call "

@@ -19,8 +19,8 @@ from hyperpod_plugins.memory.chunked_loss import chunk_loss
 from hyperpod_plugins.memory.recompute import recompute_blocks
 from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology
 from hyperpod_plugins.parallel.context_attention import SequenceLayout
-from hyperpod_plugins.parallel.context_parallel import match_contexts, split_contexts
-from hyperpod_plugins.parallel.parallelize import save_activation_memory
+from hyperpod_plugins.parallel.context_parallel import split_contexts
+from hyperpod_plugins.parallel.parallelize import match_degrees, save_activation_memory
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY = 61
@@ -657,8 +657,8 @@ def test_a_forward_that_makes_no_mask(monkeypatch):
 def test_another_degree_than_that_of_a_model_that_is_sharded(monkeypatch, was, asked, words):
     def run(rank, group):
         own = nn.Sequential(split(Own(4, 4, 0), was))
-        match_contexts(own, ParallelConfig(context_parallel_degree=was))
-        match_contexts(own, ParallelConfig(context_parallel_degree=asked))
+        match_degrees(own, ParallelConfig(context_parallel_degree=was))
+        match_degrees(own, ParallelConfig(context_parallel_degree=asked))
 
     refuse(monkeypatch, 2, run, words)
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.expert_parallel import find_experts, match_experts, shard_experts
+from hyperpod_plugins.parallel.expert_parallel import find_experts, shard_experts
+from hyperpod_plugins.parallel.parallelize import match_degrees
 
 transformers = pytest.importorskip("transformers")
 EXPERTS = ParallelConfig(expert_parallel_degree=2)
@@ -146,4 +147,4 @@ def test_a_model_that_the_program_has_sharded():
     with pytest.raises(
         ConfigError, match=r"expert_parallel_degree=2.*experts cannot be divided any more.*use expert_parallel_degree=1"
     ):
-        match_experts(make_model(), EXPERTS)
+        match_degrees(make_model(), EXPERTS)
