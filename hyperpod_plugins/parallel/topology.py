@@ -19,6 +19,7 @@ Parameters of experts thus lie on a mesh of their own over the same ranks (`buil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,9 @@ EXPERT = "expert"
 EXPERT_SHARD = "expert_shard"
 """Name of the group of ranks of a replica that share the same experts, and of that axis of the mesh of experts."""
 EXPERT_AXES = ("replicate", EXPERT_SHARD, EXPERT)
-_existing_groups: dict[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = {}
+_existing_groups: WeakValueDictionary[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = (
+    WeakValueDictionary()
+)
 """Those that `_existing_group` has found; each layer asks in each forward."""
 
 

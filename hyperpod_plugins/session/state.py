@@ -646,7 +646,7 @@ class TrainedState:
             is_of_another_job: see `read`.
         """
         rank, size, group = dist.get_rank(), dist.get_world_size(), default_group()
-        values, is_same_layout = of_first.get("local", {}), complete_layout(of_first.get("layout", ())) == self._layout
+        values, is_same_layout = of_first.get("local", {}), complete_layout(of_first.get("layout")) == self._layout
         differing: set[str] = set()
         with raise_on_all_ranks(f"the rank-local state in {path} was not read", group):
             ranks = saved_ranks(path)

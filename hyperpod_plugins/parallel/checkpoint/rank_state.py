@@ -117,9 +117,18 @@ class RankStateSelector:
         )
 
 
-def complete_layout(saved: Sequence[int]) -> tuple[int, ...]:
-    """Return a saved `Topology.layout`; one of three numbers was written when there were no expert degrees."""
-    return (*saved, 1) if len(saved) == 3 else tuple(saved)
+def complete_layout(saved: object) -> tuple[Any, ...]:
+    """Return a saved `Topology.layout`, or `()` if it is none.
+
+    One of three numbers was written when there were no expert degrees.
+    """
+    match saved:
+        case [world_size, shard_degree, tensor_degree]:
+            return world_size, shard_degree, tensor_degree, 1
+        case [*numbers]:
+            return tuple(numbers)
+        case _:
+            return ()
 
 
 def saved_ranks(path: Path) -> tuple[int, ...]:
