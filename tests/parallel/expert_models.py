@@ -1,14 +1,12 @@
-"""Small mixtures of experts, and their training on one process."""
+"""Small mixtures of experts."""
 
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from parallel.equal_training import VOCABULARY
 from torch import nn
 
-from hyperpod_plugins.parallel.local_optimizer import step_locally
-
-SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -56,39 +54,6 @@ def make_model(name="mixtral", **options):
 def drawn_again(model):
     torch.manual_seed(5)
     return type(model)(model.config)
-
-
-def samples(number=NUM_STEPS * GLOBAL_BATCH):
-    return torch.randint(VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(7))
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
-
-
-def state_of(model):
-    return {name: whole(value) for name, value in model.named_parameters()}
-
-
-def train(model, parameters, batches, clip):
-    """Losses and norms of AdamW steps, the gradients of the first, and the parameters after the last."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    losses, norms, gradients = [], [], {}
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        gradients = gradients or {name: whole(each.grad) for name, each in model.named_parameters()}
-        norms.append(float(clip(model.parameters(), MAX_NORM)))
-        step_locally(optimizer, lambda: None)
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, norms, gradients, state_of(model)
-
-
-def train_alone(name="mixtral", batches=None):
-    model = make_model(name)
-    batches = samples().split(GLOBAL_BATCH) if batches is None else batches
-    return train(model, model.parameters(), batches, torch.nn.utils.clip_grad_norm_)
 
 
 class OwnExperts(nn.Module):

@@ -7,9 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import ACCELERATOR, DEVICE, devices
+from parallel.equal_training import (
+    GLOBAL_BATCH,
+    MAX_NORM,
+    NUM_STEPS,
+    VOCABULARY,
+    samples,
+    state_of,
+    train,
+    train_alone,
+    train_on_mesh,
+)
 from parallel.expert_models import make_model as make_mixture
 
-SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
 LAYOUTS = {
     "shard 4, context 2": {"context_parallel_degree": 2},
     "hsdp 2x2, context 2": {"hybrid_shard_degree": 2, "context_parallel_degree": 2},
@@ -50,57 +60,10 @@ def make_model(name="llama"):
     return transformers.LlamaForCausalLM(config)
 
 
-def samples(number=NUM_STEPS * GLOBAL_BATCH):
-    return torch.randint(VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(7))
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def state_of(model):
-    return {name: whole(value) for name, value in model.named_parameters()}
-
-
-def train(model, parameters, batches, clip):
-    """Losses and norms of AdamW steps, the gradients of the first, and the parameters after the last."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    losses, norms, gradients = [], [], {}
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        gradients = gradients or {name: whole(each.grad) for name, each in model.named_parameters()}
-        norms.append(float(clip(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, norms, gradients, state_of(model)
-
-
-def train_alone(name="llama"):
-    model = make_model(name)
-    return train(model, model.parameters(), samples().split(GLOBAL_BATCH), torch.nn.utils.clip_grad_norm_)
-
-
-def train_on_mesh(name, options, precision="32-true"):
-    from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
-
-    config = ParallelConfig.of(options, precision=precision)
-    topology = config.topology(dist.get_world_size())
-    model = parallelize(make_model(name), build_mesh(topology, DEVICE), config)
-    group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
-    share = GLOBAL_BATCH // topology.data_degree
-    batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
-    losses, *rest = train(model, model.parameters(), batches, clip_grad_norm_)
-    for loss in losses:
-        dist.all_reduce(loss, group=group)
-    return [loss / group.size() for loss in losses], *rest
-
-
 def train_all_on_mesh():
     dist.init_process_group("hyperpod")
-    results = {case: train_on_mesh(case[0], options) for case, options in CASES.items()}
-    results["bf16"] = train_on_mesh("llama", LAYOUTS["context 4"], "bf16-mixed")
+    results = {case: train_on_mesh(make_model(case[0]), options) for case, options in CASES.items()}
+    results["bf16"] = train_on_mesh(make_model(), LAYOUTS["context 4"], "bf16-mixed")
     results["refused"] = refused_when_sharded_already()
     return results
 
@@ -140,7 +103,7 @@ def assert_close(found, wanted, what):
 @pytest.mark.spawns
 def test_steps_on_four_ranks_equal_one_process(run_ranks):
     results = run_ranks(train_all_on_mesh, world_size=4, timeout_s=150)
-    alone = {name: train_alone(name) for name in {case[0] for case in CASES}}
+    alone = {name: train_alone(make_model(name)) for name in {case[0] for case in CASES}}
     for result in results:
         refused = result.pop("refused")
         assert "was sharded with context_parallel_degree=2" in refused[0]
@@ -317,7 +280,7 @@ def test_through_an_adapter(run_ranks, tmp_path, adapter, options):
     read = torch.cat(together)
     assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, samples().tolist()))
     alone = build()
-    losses, _, _, state = train(alone, alone.parameters(), together, torch.nn.utils.clip_grad_norm_)
+    losses, _, _, state = train(alone, together, torch.nn.utils.clip_grad_norm_)
     for step, wanted in enumerate(losses):
         values = [each[1][step] for each in results]
         assert abs(sum(values) / 2 - wanted) <= 1e-5 * wanted

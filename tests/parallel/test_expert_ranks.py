@@ -9,17 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE
-from parallel.expert_models import (
-    GLOBAL_BATCH,
-    OwnExperts,
-    OwnMixture,
-    drawn_again,
-    make_model,
-    samples,
-    train,
-    train_alone,
-    whole,
-)
+from parallel.equal_training import GLOBAL_BATCH, samples, train_alone, train_on_mesh, whole
+from parallel.expert_models import OwnExperts, OwnMixture, drawn_again, make_model
 from torch import nn
 
 from hyperpod_plugins.parallel.local_optimizer import step_locally
@@ -39,21 +30,6 @@ OF_ALL_MODELS = ("shard 2, experts 2", "hsdp 2x2, experts 2")
 MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
-def train_on_mesh(name, options, precision="32-true"):
-    from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
-
-    config = ParallelConfig.of(options, precision=precision)
-    topology = config.topology(dist.get_world_size())
-    model = parallelize(make_model(name), build_mesh(topology, DEVICE), config)
-    group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
-    share = GLOBAL_BATCH // topology.data_degree
-    batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
-    losses, *rest = train(model, model.parameters(), batches, clip_grad_norm_)
-    for loss in losses:
-        dist.all_reduce(loss, group=group)
-    return [loss / group.size() for loss in losses], *rest
-
-
 def models_of(layout):
     """Biases of GPT-OSS have 1e-6 of rounding, on one process, too; that of a context comes to it."""
     return MODELS if layout in OF_ALL_MODELS else ("mixtral", "qwen3_moe" if "context" in layout else "gpt_oss")
@@ -64,7 +40,7 @@ def train_all_on_mesh(layouts):
     found = {}
     for name, options in layouts.items():
         for model in models_of(name):
-            found[model, name] = train_on_mesh(model, options)
+            found[model, name] = train_on_mesh(make_model(model), options)
     return found
 
 
@@ -85,7 +61,7 @@ def layouts_of(world_size):
 
 
 def assert_equal_one_process(found):
-    alone = {name: train_alone(name) for name in MODELS}
+    alone = {name: train_alone(make_model(name)) for name in MODELS}
     for case, results in found.items():
         assert_close(results, alone[case[0]], case)
 

@@ -1,0 +1,56 @@
+"""The training of language models on one process, and on a mesh with which it must be equal."""
+
+import torch
+import torch.distributed as dist
+from device import DEVICE
+
+from hyperpod_plugins.parallel.local_optimizer import step_locally
+
+SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
+
+
+def samples(number=NUM_STEPS * GLOBAL_BATCH):
+    return torch.randint(VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(7))
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
+
+
+def state_of(model):
+    return {name: whole(value) for name, value in model.named_parameters()}
+
+
+def train(model, batches, clip):
+    """Losses and norms of AdamW steps, the gradients of the first, and the parameters after the last."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, norms, gradients = [], [], {}
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        gradients = gradients or {name: whole(each.grad) for name, each in model.named_parameters()}
+        norms.append(float(clip(model.parameters(), MAX_NORM)))
+        step_locally(optimizer, lambda: None)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, norms, gradients, state_of(model)
+
+
+def train_alone(model):
+    return train(model, samples().split(GLOBAL_BATCH), torch.nn.utils.clip_grad_norm_)
+
+
+def train_on_mesh(model, options, precision="32-true"):
+    """The same, with this rank's share of each batch; losses are means over all ranks."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
+
+    config = ParallelConfig.of(options, precision=precision)
+    topology = config.topology(dist.get_world_size())
+    model = parallelize(model, build_mesh(topology, DEVICE), config)
+    group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
+    share = GLOBAL_BATCH // topology.data_degree
+    batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
+    losses, *rest = train(model, batches, clip_grad_norm_)
+    for loss in losses:
+        dist.all_reduce(loss, group=group)
+    return [loss / group.size() for loss in losses], *rest
