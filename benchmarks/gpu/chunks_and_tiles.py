@@ -3,7 +3,7 @@
     python benchmarks/gpu/chunks_and_tiles.py
     python benchmarks/gpu/chunks_and_tiles.py --tokens 32768 --chunks 32 --tiles 8
 
-The model has 8 of the layers of Qwen3 4B, and its vocabulary of 151,936 words. The issue names no limit for these.
+The model has 8 of the layers of Qwen3 4B, and its vocabulary of 151,936 words. No limit is set for these.
 """
 
 import sys

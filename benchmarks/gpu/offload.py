@@ -1,6 +1,6 @@
 """Activations on the host: peak memory and time of a step beside recomputation and the built-in offloads.
 
-    python benchmarks/gpu/offload.py                    # 4,096 to 262,144 tokens on Qwen3 4B; estimated: 90 minutes
+    python benchmarks/gpu/offload.py                    # 4,096 to 262,144 tokens on Qwen3 4B: for hours
     python benchmarks/gpu/offload.py --tokens 32768 --rounds 8
 
 `none` keeps all activations, `recompute` the inputs of blocks. There are two offloads in the libraries: transformers'
