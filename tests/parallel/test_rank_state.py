@@ -10,7 +10,12 @@ from torch import nn
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch
 from hyperpod_plugins.parallel import CheckpointWriter, Topology, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
+from hyperpod_plugins.parallel.checkpoint.rank_state import (
+    RankStateSelector,
+    complete_layout,
+    load_rank_state,
+    saved_ranks,
+)
 
 
 def save(folder):
@@ -74,3 +79,9 @@ def test_what_has_not_the_name_or_the_form_of_a_ranks_state_is_not_taken_for_one
     assert saved_ranks(tmp_path / "saved") == (3,)
     with pytest.raises(CheckpointDamaged, match="holds a list, not a dict"):
         load_rank_state(tmp_path / "saved", 3, weights_only=True)
+
+
+def test_a_layout_that_was_read_may_be_anything():
+    assert complete_layout([4, 2, 1]) == complete_layout((4, 2, 1, 1)) == (4, 2, 1, 1)
+    for damaged in (None, 4, "421", {"world": 4}):
+        assert complete_layout(damaged) == ()
