@@ -17,6 +17,7 @@
     │   └── RecoveryTimeout                 a lost process was not replaced in time
     ├── LoopError (RuntimeError)            a hand-written loop does something that cannot be recovered
     ├── UnitsDiffer (RuntimeError)          ranks ran different sharded modules in one step
+    ├── GatheredParametersWritten (RuntimeError)  the program wrote to parameters within a forward
     ├── NonFiniteError (RuntimeError)       the loss or the gradients of a step are not finite
     ├── DataError (RuntimeError)
     │   ├── DatasetDamaged                  a token file that was truncated or altered
@@ -134,6 +135,10 @@ class LoopError(HyperPodError, RuntimeError):
 
 class UnitsDiffer(HyperPodError, RuntimeError):
     """Ranks ran different sharded modules in one step, so an all-gather mixed shards of different modules."""
+
+
+class GatheredParametersWritten(HyperPodError, RuntimeError):
+    """The program wrote to sharded parameters while they were gathered, which would be lost; nothing was updated."""
 
 
 class NonFiniteError(HyperPodError, RuntimeError):

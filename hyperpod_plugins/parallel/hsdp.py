@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from hyperpod_plugins.errors import ConfigError, DegreeError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.gathered_parameters import parameters_by_module
 from hyperpod_plugins.parallel.module_chains import find_chains
-from hyperpod_plugins.parallel.requires_grad import flags_of, make_equal
 from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
@@ -444,11 +444,12 @@ def root_gathered_for_its_parts(root: nn.Module) -> Generator[None]:
     if not isinstance(root, FSDPModule):
         yield
         return
-    parts, flags = set(_own_parts(root)), flags_of(parameter_groups(root))
+    parts, followed = set(_own_parts(root)), parameters_by_module(parameter_groups(root))
 
     def gather(part: nn.Module, *_: Any) -> None:
         if part in parts:
-            make_equal(flags.get(part, ()))
+            for parameter in followed.get(part, ()):
+                parameter.make_flags_equal()
             root.unshard()  # does nothing if it is gathered
 
     hook = register_module_forward_pre_hook(gather)

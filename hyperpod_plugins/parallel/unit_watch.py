@@ -13,6 +13,10 @@ a single process, and raises if the sequences of units differ. Within a unit, ra
 backward. A forward between the last backward and the optimizer's step, such as one without gradients for a metric,
 leaves them gathered while the optimizer writes to their shards, and the next forward would compute with the values
 before the step. So units are resharded when an optimizer is about to step on their parameters.
+
+[Note: gradients that are kept] While parameters are gathered, the program does not see the gradients of their shards:
+`model.zero_grad()` between forward and backward drops those of the other units only, and backward adds to the last
+step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place.
 """
 
 # FSDP2's parameter groups have no public API.
@@ -32,23 +36,25 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.errors import UnitsDiffer
-from hyperpod_plugins.parallel.requires_grad import follow_requires_grad
+from hyperpod_plugins.errors import GatheredParametersWritten, LoopError, UnitsDiffer, format_list
+from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
 _DIGEST_BYTES = 8
+_UNUSED, _USED, _WRITTEN = range(3)
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
 
 
 def watch_units(model: nn.Module) -> None:
-    """Start watching the units of a sharded model, and following `requires_grad`; does nothing if they are watched."""
+    """Start watching the units of a sharded model and following their parameters; does nothing if they are watched."""
     units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
+        follow_parameters(group for _, group in units)
         _watches.append(ref(UnitTrace(units)))
-        follow_requires_grad(group for _, group in units)
 
 
 def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> int:
@@ -67,6 +73,7 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
 
     Raises:
         UnitsDiffer: ranks gathered or reduced different units, so that the computed gradients are invalid.
+        GatheredParametersWritten: on some rank the program wrote to parameters while they were gathered.
     """
     return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
 
@@ -91,10 +98,10 @@ def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
 def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     reconcile_gradients_of(optimizer)
-    gathered = [watch for watch in (each() for each in _watches) if watch is not None and watch.is_any_gathered]
-    if gathered:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for watch in gathered:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for watch in (each() for each in _watches):
+        if watch is not None:
+            watch.begin_update(stepped)
             watch.reshard(stepped)
 
 
@@ -148,7 +155,9 @@ class UnitTrace:
         if self.num_checked_steps:
             self.note(2 * len(self._units))
             self.num_checked_steps -= 1
-        used = bytes([parameter.is_used for parameter in self._parameters])
+        for unit in self._units:
+            unit.note_writes()
+        used = bytes([parameter.use for parameter in self._parameters])
         if dist.is_initialized() and dist.get_world_size() > 1:
             digest = blake2b(self.trace.tobytes(), digest_size=_DIGEST_BYTES).digest()
             mine = bytearray(digest + bytes(255 - byte for byte in digest) + used + b"\0")
@@ -165,12 +174,20 @@ class UnitTrace:
             used, largest = agreed[2 * _DIGEST_BYTES : -1], agreed[-1]
         else:
             largest = 0 if flag is None else int(flag)
-        if 0 in used:
-            for parameter, is_used in zip(self._parameters, used, strict=True):
-                if not is_used:
-                    parameter.remove_filled_zeros()
+        self._keep_agreed(used)
         self.forget()
         return largest
+
+    def _keep_agreed(self, uses: Sequence[int]) -> None:
+        """Keep the gradients of the parameters that some rank used, given the largest `use` of each."""
+        if _WRITTEN in uses:
+            written = [parameter.name for parameter, use in zip(self._parameters, uses, strict=True) if use == _WRITTEN]
+            self.forget()
+            raise GatheredParametersWritten(_written_message(written))
+        if _UNUSED in uses:
+            for parameter, use in zip(self._parameters, uses, strict=True):
+                if use == _UNUSED:
+                    parameter.remove_filled_zeros()
 
     def note(self, event: int) -> None:
         """Record that a unit is about to be gathered or reduced; `event` is an element of `trace`.
@@ -192,10 +209,13 @@ class UnitTrace:
         held = {id(each.shard) for each in self._parameters}
         return any(id(parameter) in held for parameter in parameters)
 
-    @property
-    def is_any_gathered(self) -> bool:
-        """Whether the parameters of any unit are gathered."""
-        return any(unit.is_gathered for unit in self._units)
+    def begin_update(self, shards: Container[int]) -> None:
+        """Check gradients before an optimizer steps on `shards`, by `id`; see [Note: gradients that are kept]."""
+        kept = [each for unit in self._units if unit.stays_gathered for each in unit.parameters]
+        of_optimizer = [each for each in kept if id(each.shard) in shards]
+        old = [each.name for each in of_optimizer if each.begin_update()]
+        if old:
+            raise LoopError(_old_gradients_message(old))
 
     def reshard(self, shards: Container[int] | None = None) -> None:
         """Reshard the units that are gathered: all, or those whose shards are among `shards`, by `id`."""
@@ -208,6 +228,8 @@ class UnitTrace:
         del self.trace[:]
         for unit in self._units:
             unit.is_active = False
+        for parameter in self._parameters:
+            parameter.whole.is_written = False
 
     def _refuse(self) -> None:
         traces: list[Any] = [None] * dist.get_world_size()
@@ -219,11 +241,24 @@ class UnitTrace:
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_was_filled", "is_used")
+    __slots__ = ("_of_fsdp", "_stepped_on", "_was_filled", "_was_zero", "is_used", "whole")
 
-    def __init__(self, of_fsdp: Any) -> None:
-        self._of_fsdp = of_fsdp
+    def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
+        self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
+        self._stepped_on: TensorWeakRef | None = None
+        self._was_zero: torch.Tensor | None = None
+        """If the last reduction added to the gradient on which the optimizer had stepped: whether that was zero."""
+
+    @property
+    def name(self) -> str:
+        """Its qualified name in the model."""
+        return self._of_fsdp._param_fqn or self._of_fsdp._module_info.param_name
+
+    @property
+    def use(self) -> int:
+        """What the program has done with it on this rank; of all ranks, the largest value counts."""
+        return _WRITTEN if self.whole.is_written else int(self.is_used)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -242,16 +277,37 @@ class _Parameter:
         of_fsdp = self._of_fsdp
         return of_fsdp.unsharded_accumulated_grad is not None or of_fsdp.unsharded_param.grad is not None
 
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether micro-steps that were not reduced have left a gradient, in the type in which it is reduced."""
+        return self._of_fsdp.unsharded_accumulated_grad is not None
+
+    def accumulate(self) -> None:
+        """Add this micro-step's gradient to those of micro-steps that were not reduced."""
+        if not self.is_accumulated:
+            self._of_fsdp.to_accumulated_grad_if_needed()
+
     def note(self, *, begins: bool) -> None:
         """Prepare for a reduction; `begins`: nothing of the same step has been partially reduced before."""
-        if begins and self._of_fsdp.sharded_param.grad is None:
+        present = self._of_fsdp.sharded_param.grad
+        if begins and present is None:
             self.is_used = self._was_filled = False
+        old = None if self._stepped_on is None else self._stepped_on()
+        self._was_zero = _local(old).count_nonzero() == 0 if old is not None and old is present else None
         if self.has_gradient:
             self.is_used = True
         else:
             self._was_filled = True
             whole = self._of_fsdp.unsharded_param
             whole.grad = _zero_gradient(whole)
+
+    def begin_update(self) -> bool:
+        """Note that the optimizer steps; return whether its gradient includes one on which it has stepped before."""
+        gradient = self.shard.grad
+        is_old = self._was_zero is not None and self._stepped_on is not None and self._stepped_on() is gradient
+        includes_old = is_old and not self._was_zero
+        self._stepped_on, self._was_zero = None if gradient is None else TensorWeakRef(gradient), None
+        return includes_old
 
     def remove_filled_zeros(self) -> None:
         """Remove the gradient if it consists only of zeros that were filled in here."""
@@ -262,7 +318,7 @@ class _Parameter:
 
 def _zero_gradient(whole: torch.Tensor) -> torch.Tensor:
     """Return a zero gradient of a gathered parameter, in its type, also where the parameter is gathered in float8."""
-    local = whole._local_tensor if isinstance(whole, DTensor) else whole
+    local = _local(whole)
     zeros = torch.zeros(local.shape, dtype=whole.dtype, device=whole.device)
     if not isinstance(whole, DTensor):
         return zeros
@@ -271,12 +327,17 @@ def _zero_gradient(whole: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class _Unit:
     """Wraps four methods of one FSDP2 parameter group."""
 
     def __init__(self, watch: UnitTrace, index: int, group: Any) -> None:
         self.watch, self._index, self._group = watch, index, group
-        self.parameters = [_Parameter(each) for each in group.fsdp_params]
+        followed = followed_parameters(group)
+        self.parameters = [_Parameter(each, whole) for each, whole in zip(group.fsdp_params, followed, strict=True)]
         self.is_active = False
         """Whether the unit ran in a forward whose backward has not ended."""
         self._pre_forward, self._unshard = group.pre_forward, group.unshard
@@ -294,9 +355,20 @@ class _Unit:
         """Whether its parameters are gathered."""
         return self._group.is_unsharded
 
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether its parameters stay gathered after a forward, until backward."""
+        return not self._group._reshard_after_forward
+
     def reshard(self) -> None:
         """Free its gathered parameters; the next forward or backward gathers them again."""
         self._group.reshard()
+
+    def note_writes(self) -> None:
+        """Detect what the program has written to its parameters if they are still gathered."""
+        if self._group.is_unsharded:
+            for parameter in self.parameters:
+                parameter.whole.note_writes()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -324,6 +396,9 @@ class _Unit:
             if trained and (self.is_active or is_due or any(parameter.has_gradient for parameter in trained)):
                 for parameter in trained:
                     parameter.note(begins=not is_partial)
+                if any(parameter.is_accumulated for parameter in trained):
+                    for parameter in trained:
+                        parameter.accumulate()  # FSDP2 reduces gradients of one type together
                 self.watch.note(2 * self._index + 1)
         return self._post_backward(*args)
 
@@ -393,4 +468,23 @@ def _divergence_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -
         "step's gradients are invalid; nothing has been updated. Name in block_classes only classes whose modules "
         "every rank runs in every step, such as the layer around a set of experts: modules outside them are gathered "
         "with the model as a whole, and ranks may then run different ones."
+    )
+
+
+def _written_message(names: Sequence[str]) -> str:
+    return (
+        f"the program wrote to parameters while they were gathered, in forward or training_step: {format_list(names)}. "
+        "That changes one step's copy, which is dropped when they are sharded again, so this step is not committed; "
+        "nothing has been updated. Write to parameters where each rank sees its shards: in on_train_batch_start or "
+        "on_train_batch_end, or between the steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), "
+        "normalize the rows that a forward returns, and initialize parameters before training instead of in a forward."
+    )
+
+
+def _old_gradients_message(names: Sequence[str]) -> str:
+    return (
+        f"backward has added to gradients on which the optimizer has stepped before: of {format_list(names)}. They "
+        "were not dropped in between, or only with model.zero_grad() between forward and backward, when a module holds "
+        "gathered parameters and not those with the gradients. Call optimizer.zero_grad() in each step, anywhere "
+        "before backward."
     )

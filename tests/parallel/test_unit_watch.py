@@ -6,7 +6,7 @@ import torch.distributed as dist
 from device import DEVICE
 from torch import nn
 
-from hyperpod_plugins.errors import UnitsDiffer
+from hyperpod_plugins.errors import LoopError, UnitsDiffer
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
 WIDTH, NUM_STEPS, LATE = 4, 6, 5
@@ -211,3 +211,104 @@ def test_a_plain_model_has_nothing_to_settle():
     assert not reconcile_gradients(nn.Linear(2, 2))
     assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(0, dtype=torch.uint8)) == 0
     assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(2, dtype=torch.uint8)) == 2
+
+
+class Kept(nn.Module):
+    """Two layers, of which FSDP2 keeps the second one gathered between forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.block, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.late = nn.Parameter(torch.ones(WIDTH))
+        self.is_late_used = True
+
+    def forward(self, x):
+        x = self.head(self.block(x))
+        return x * self.late if self.is_late_used else x
+
+
+def drop_nothing(model, optimizer):
+    pass
+
+
+def drop_in_model(model, optimizer):
+    model.zero_grad()
+
+
+def drop_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def drop_in_optimizer(model, optimizer):
+    optimizer.zero_grad()
+
+
+DROPS = drop_nothing, drop_in_model, drop_in_place, drop_in_optimizer
+
+
+def drop_between_forward_and_backward():
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    rank, told = dist.get_rank(), {}
+    config = ParallelConfig(block_classes=("Sequential",))
+    for drop in DROPS:
+        model = parallelize(Kept(), build_mesh(config.topology(2), DEVICE), config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        try:
+            for step in range(NUM_STEPS):
+                loss = model(batch_of(step)[2 * rank : 2 * rank + 2]).square().mean()
+                drop(model, optimizer)
+                loss.backward()
+                optimizer.step()
+            told[drop.__name__] = model.head.weight.full_tensor().detach()
+        except LoopError as error:
+            told[drop.__name__] = step, str(error)
+    return told
+
+
+@pytest.mark.spawns
+def test_gradients_that_were_dropped_while_their_parameters_were_gathered_are_not_added_to(run_ranks):
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(NUM_STEPS):
+        loss = model(batch_of(step)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for told in run_ranks(drop_between_forward_and_backward, world_size=2):
+        for drop in (drop_nothing, drop_in_model):
+            step, text = told[drop.__name__]
+            assert step == 1
+            assert "head.weight" in text
+            assert "block" not in text
+        for drop in (drop_in_place, drop_in_optimizer):
+            torch.testing.assert_close(told[drop.__name__], model.head.weight.detach())
+
+
+def accumulate_in_bfloat16():
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    if not dist.is_initialized():
+        dist.init_process_group("hyperpod")
+    rank, results = dist.get_rank(), []
+    for used_in in ((True, True), (False, True), (True, False), (False, False)):
+        config = ParallelConfig(block_classes=("Sequential",), precision="bf16-mixed")
+        model = parallelize(Kept(), build_mesh(config.topology(2), DEVICE), config)
+        for index, model.is_late_used in enumerate(used_in):
+            model.set_requires_gradient_sync(index == 1)
+            model(batch_of(0)[2 * rank : 2 * rank + 2]).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.05).step()
+        gradient = model.late.grad
+        results.append(None if gradient is None else (gradient.dtype, gradient.full_tensor()))
+    return results
+
+
+@pytest.mark.spawns
+def test_micro_steps_of_mixed_precision_may_use_different_parameters(run_ranks):
+    for both, second, first, none in run_ranks(accumulate_in_bfloat16, world_size=2):
+        assert none is None
+        assert both[0] == second[0] == first[0] == torch.float32
+        torch.testing.assert_close(both[1], first[1] + second[1], rtol=0.02, atol=0.02)

@@ -1,0 +1,125 @@
+"""What a program does to parameters while FSDP2 has gathered them: it freezes them, or writes to them.
+
+A gathered parameter is another tensor than the shard that the optimizer holds. FSDP2 copies `requires_grad` and the
+values from the shard when it gathers, and nothing back.
+
+- A program that freezes a layer within a forward, such as Lightning's `training_step`, sets the flag of whichever it
+  can see: of gathered parameters by `module.requires_grad_`, of shards by `toggle_optimizer`. Here the one that has
+  been changed since they were equal determines the other.
+- A write, such as that of `nn.Embedding(max_norm=...)` or of a momentum encoder in `training_step`, would be lost, or
+  with `parameter.data = ...` even detach the parameter from its shards. It is detected, so that the step is refused.
+
+[Note: how writes to gathered parameters are found] FSDP2 preserves the version counter of a gathered parameter, so
+only the program advances it. A write through `.data` does not advance it; the bit sums that are compared in the first
+gathers show it. An assignment of `.data` changes the memory.
+"""
+
+# FSDP2's parameters have no public API.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_NUM_COMPARED = 8
+"""First gathers of a parameter at whose end its bits are compared."""
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def follow_parameters(groups: Iterable[Any]) -> None:
+    """Start following the parameters of FSDP2 parameter groups that are not followed yet."""
+    for group in groups:
+        of_module: dict[nn.Module, list[GatheredParameter]] = {}
+        followed = [GatheredParameter(each) for each in group.fsdp_params]
+        for each, parameter in zip(group.fsdp_params, followed, strict=True):
+            info = each._module_info
+            for owner in (info.module, *info.shared_modules):
+                of_module.setdefault(owner, []).append(parameter)
+        vars(group).update(_hyperpod_parameters=followed, _hyperpod_parameters_of=of_module)
+
+
+def followed_parameters(group: Any) -> Sequence["GatheredParameter"]:
+    """Return the parameters of a group, in FSDP2's order."""
+    return vars(group)["_hyperpod_parameters"]
+
+
+def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["GatheredParameter"]]:
+    """Return the followed parameters of groups, by the module that has the parameter."""
+    of_groups = [vars(group).get("_hyperpod_parameters_of", {}) for group in groups]
+    return {part: followed for each in of_groups for part, followed in each.items()}
+
+
+class GatheredParameter:
+    """One parameter of an FSDP2 group while it is gathered, compared with its shard."""
+
+    __slots__ = (
+        "_before",
+        "_last_flag",
+        "_num_compared",
+        "_of_fsdp",
+        "_to_sharded",
+        "_to_unsharded",
+        "_version",
+        "is_written",
+    )
+
+    def __init__(self, of_fsdp: Any) -> None:
+        """Wrap two methods of FSDP2's record of the parameter, which switch between the shard and the whole."""
+        self.is_written = False
+        """Whether the program has written to it while it was gathered; up to date once `note_writes` was called."""
+        self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
+        self._version = self._num_compared = 0
+        self._before: torch.Tensor | None = None
+        self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
+        vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather)
+
+    def make_flags_equal(self) -> None:
+        """Have the flag that was changed since they were equal determine the other, before a module computes."""
+        shard, whole = self._of_fsdp.sharded_param, vars(self._of_fsdp).get("_unsharded_param")
+        if whole is not None and whole.requires_grad != shard.requires_grad:
+            changed, other = (whole, shard) if shard.requires_grad == self._last_flag else (shard, whole)
+            other.requires_grad_(changed.requires_grad)
+        self._last_flag = shard.requires_grad
+
+    def note_writes(self) -> None:
+        """Detect writes to the parameter since it was gathered; does nothing if it is not gathered."""
+        of_fsdp = self._of_fsdp
+        if of_fsdp.sharded_state.name != "UNSHARDED":
+            return
+        whole, info = of_fsdp._unsharded_param, of_fsdp._module_info
+        version = whole._version + (whole._local_tensor._version if isinstance(whole, DTensor) else 0)
+        if version != self._version or info.module._parameters.get(info.param_name) is not whole:
+            self._version, self.is_written = version, True
+        elif (memory := self._memory()) is not None:
+            self.is_written |= memory.data_ptr() != of_fsdp.all_gather_outputs[0].data_ptr()
+            if self._before is not None:
+                self.is_written |= bool(self._before != _sum_of_bits(memory))
+                self._before = None
+
+    def _memory(self) -> torch.Tensor | None:
+        """Return the tensor that shares its memory with what was gathered; None where that was converted."""
+        whole = self._of_fsdp._unsharded_param
+        local = whole._local_tensor if isinstance(whole, DTensor) else whole
+        is_converted = type(local) not in (torch.Tensor, nn.Parameter) or self._of_fsdp._unsharded_inner_tensors
+        return None if is_converted else local
+
+    def _gather(self) -> None:
+        self._to_unsharded()  # copies the flag
+        self._last_flag = self._of_fsdp.sharded_param.requires_grad
+        if self._num_compared < _NUM_COMPARED and (memory := self._memory()) is not None:
+            self._num_compared += 1
+            self._before = _sum_of_bits(memory)
+
+    def _shard(self) -> None:
+        if self._of_fsdp.sharded_state.name == "UNSHARDED":
+            self.make_flags_equal()
+            self.note_writes()
+        self._to_sharded()
+
+
+def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(memory.detach()) if memory.is_complex() else memory.detach()
+    return real.view(_INTEGER_OF_SIZE[real.element_size()]).sum(dtype=torch.int64)
