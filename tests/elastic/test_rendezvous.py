@@ -526,11 +526,13 @@ def test_what_is_waited_for_is_said_again_until_the_wait_ends(host, why, monkeyp
     assert all("waiting for the store at" in each and why in each for each in said)
 
 
-def test_nodes_of_a_host_share_one_store():
+def test_nodes_of_a_host_share_one_store(caplog):
+    caplog.set_level("WARNING")
     handlers = [create_rendezvous(parameters("localhost:0", nodes=2))]
     endpoint = f"localhost:{handlers[0]._backend.port}"
     handlers += [create_rendezvous(parameters(endpoint, nodes=2)) for _ in range(2)]
     assert [handler._backend.server is not None for handler in handlers] == [True, False, False]
+    assert sum("if it is lost, the job ends" in record.getMessage() for record in caplog.records) == 1
     with ThreadPoolExecutor() as pool:
         try:
             found = [pool.submit(begin, handler, 1) for handler in handlers[:2]]

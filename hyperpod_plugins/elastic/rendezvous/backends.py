@@ -314,6 +314,11 @@ def open_served(parameters: RendezvousParameters, timeout_s: float, answer_s: fl
     is_told = parameters.get_as_bool("is_host")
     is_here = is_told if is_told is not None else utils._matches_machine_hostname(host)  # pyright: ignore  (as c10d asks)
     server = _serve(host, port, is_told) if is_here else None
+    if server is not None and parameters.max_nodes > 1:
+        logger.warning(
+            "this node serves the store of the job: if it is lost, the job ends. With --rdzv-endpoint=etcd://HOST:PORT "
+            "any node may be lost."
+        )
     return ServedStoreBackend(host, port if server is None else server.port, server, timeout_s, answer_s)
 
 
