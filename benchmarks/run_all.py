@@ -23,6 +23,7 @@ DEADLINE_S = {
     "resize": 900,
     "reproducible": 900,
     "memory": 1800,
+    "checkpoint": 900,
     "gpu/offload": 10_800,
     "gpu/fp8": 1800,
     "gpu/chunks_and_tiles": 1800,

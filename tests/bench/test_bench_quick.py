@@ -49,6 +49,12 @@ def test_ways_to_load_a_pretrained_model_give_the_same_shards(tmp_path):
     }
 
 
+def test_checkpoints_are_read_back_as_they_were_saved(tmp_path):
+    seconds = run_quickly("checkpoint.py", tmp_path)  # it fails if a value differs
+    assert seconds.keys() == {"hyperpod save", "hyperpod load", "dcp save", "dcp load"}
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+
+
 def test_the_backend_and_gloo_are_compared_on_the_same_training(tmp_path):
     document = run_quickly("comm_overhead.py", tmp_path)
     plain, again, ours = runs_of(document, ["gloo", "gloo again (control)", "hyperpod"])
