@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 DEADLINE_S = {
     "comm_overhead": 900,
     "throughput": 1800,
+    "context": 1800,
     "hsdp_traffic": 900,
     "data_restart": 900,
     "recovery": 2700,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import context
 from benchmarks.data_restart import CONTENDERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -72,6 +73,13 @@ def test_the_strategy_and_plain_torch_are_compared_on_the_same_curve(tmp_path):
     differences = document["findings"]["loss_difference"]
     assert list(differences) == names[1:]
     assert max(differences.values()) < 1e-4
+
+
+def test_context_parallelism_is_compared_on_the_same_losses(run_ranks):
+    for key_value_heads in (8, 1):
+        ways = [run_ranks(context.train, range(2), degree, key_value_heads, 32, world_size=2) for degree in (1, 2)]
+        for alone, together in zip(*ways, strict=True):
+            assert together == pytest.approx(alone, rel=1e-6)
 
 
 def test_every_way_to_read_gives_a_first_batch_after_a_restart(tmp_path):

@@ -1,0 +1,114 @@
+"""Step time of a small Llama with context parallelism, against plain data parallelism with as many tokens a rank.
+
+    python benchmarks/context.py --rounds 60
+
+    none       each of two ranks trains on its own sample          (the reference)
+    context 2  both ranks train on both samples, each on its part of the tokens
+
+Both compute the same global batch, with sharding over the two ranks. Where the degree divides the heads of keys and
+values, attention exchanges heads (Ulysses); in the second comparison, of a model with one such head, keys and values
+are gathered. Both must show the same losses.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import harness, ranks, report
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+SEQUENCE = 512
+VOCABULARY = 512
+HEADS = 8
+LIMIT = 1.10  # what exchanged heads may take more than no context parallelism
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_model(key_value_heads: int, sequence: int) -> LlamaForCausalLM:
+    """A Llama of 3 million parameters, the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=sequence,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tokens_of(step: int, sample: int, sequence: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * dist.get_world_size() + sample)
+    # Squaring makes low tokens more frequent: there is something to learn, so wrong gradients would show.
+    return (VOCABULARY * torch.rand(sequence, generator=generator).square()).long()
+
+
+def train(turns: Iterator[int], degree: int, key_value_heads: int, sequence: int) -> list[float]:
+    """A plain loop; the losses of the global batch."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("hyperpod")
+    world_size = dist.get_world_size()
+    config = ParallelConfig(hybrid_shard_degree=world_size, context_parallel_degree=degree)
+    mesh = build_mesh(config.topology(world_size), DEVICE)
+    model = parallelize(make_model(key_value_heads, sequence).to(DEVICE), mesh, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    samples = range(world_size) if degree > 1 else [dist.get_rank()]
+    losses = []
+    for step, _ in enumerate(turns):
+        tokens = torch.stack([tokens_of(step, sample, sequence) for sample in samples]).to(DEVICE)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return (mean / world_size).tolist()
+
+
+def compare(name: str, key_value_heads: int, sequence: int, schedule: harness.Schedule) -> harness.Comparison:
+    sizes = {"key_value_heads": key_value_heads, "sequence": sequence}
+    degrees = {"none": 1, "none again (control)": 1, f"context 2, {name}": 2}
+    contenders = [
+        ranks.Contender(name=way, train=train, world_size=2, kwargs={"degree": degree, **sizes})
+        for way, degree in degrees.items()
+    ]
+    title = f"Llama, {sequence} tokens a rank, {HEADS} heads, {key_value_heads} of keys and values, {DEVICE}"
+    return harness.compare(title, contenders, schedule)
+
+
+def largest_loss_difference(run: harness.Run, reference: harness.Run) -> float:
+    """Over all steps, relative to the reference's loss."""
+    pairs = zip(run.results[0], reference.results[0], strict=True)
+    return max(abs(mine - theirs) / theirs for mine, theirs in pairs)
+
+
+def main() -> None:
+    harness.leave_cleanly_on_sigterm()
+    parser = harness.argument_parser("Step time with context parallelism against none, at equal tokens a rank.")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sample")
+    arguments = parser.parse_args()
+    ranks.preload(["transformers.models.llama.modeling_llama", "hyperpod_plugins.parallel"])
+    schedule = harness.Schedule.from_arguments(arguments, rounds=60, starts=6, steps=2)
+    comparisons, differences = [], {}
+    for name, key_value_heads, limit in (("heads exchanged", HEADS, LIMIT), ("keys gathered", 1, None)):
+        comparison = compare(name, key_value_heads, arguments.sequence, schedule)
+        comparisons.append(comparison)
+        report.print_comparison(comparison)
+        for run in comparison.runs[1:]:
+            print(report.ratio_line(comparison, run, limit if run is comparison.runs[-1] else None))
+            differences[f"{comparison.title}: {run.name}"] = largest_loss_difference(run, comparison.runs[0])
+    for name, difference in differences.items():
+        print(f"{name}: largest relative loss difference {difference:.1e}")
+    report.write_results("context", comparisons, arguments.json, {"loss_difference": differences})
+
+
+if __name__ == "__main__":
+    main()
