@@ -8,6 +8,8 @@ values from the shard when it gathers, and nothing back.
   been changed since they were equal determines the other.
 - A write, such as that of `nn.Embedding(max_norm=...)` or of a momentum encoder in `training_step`, would be lost, or
   with `parameter.data = ...` even detach the parameter from its shards. It is detected, so that the step is refused.
+- Attributes that it sets on one of the two, such as `parameter._no_weight_decay`, are copied to the other, and
+  references of the program show the one that the module's attribute shows; see `parameter_references`.
 
 [Note: how writes to gathered parameters are found] FSDP2 preserves the version counter of a gathered parameter, so
 only the program advances it. A write through `.data` does not advance it; the bit sums that are compared in the first
@@ -18,7 +20,7 @@ gathers show it. An assignment of `.data` changes the memory.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +29,8 @@ from torch.distributed.tensor import DTensor
 _NUM_COMPARED = 8
 """First gathers of a parameter at whose end its bits are compared."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PRIVATE_ATTRIBUTES = ("_is_param", "_fsdp", "_dynamo")
+"""Beginnings of the names of torch's own attributes of parameters, which describe one tensor."""
 
 
 def follow_parameters(groups: Iterable[Any]) -> None:
@@ -42,14 +46,22 @@ def follow_parameters(groups: Iterable[Any]) -> None:
 
 
 def followed_parameters(group: Any) -> Sequence["GatheredParameter"]:
-    """Return the parameters of a group, in FSDP2's order."""
-    return vars(group)["_hyperpod_parameters"]
+    """Return the parameters of a group, in FSDP2's order; none if they are not followed."""
+    return vars(group).get("_hyperpod_parameters", ())
 
 
 def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["GatheredParameter"]]:
     """Return the followed parameters of groups, by the module that has the parameter."""
     of_groups = [vars(group).get("_hyperpod_parameters_of", {}) for group in groups]
     return {part: followed for each in of_groups for part, followed in each.items()}
+
+
+class ParameterReference(Protocol):
+    """A place outside of modules in which the program keeps a parameter."""
+
+    def set(self, parameter: torch.Tensor) -> None:
+        """Replace the parameter there."""
+        ...
 
 
 class GatheredParameter:
@@ -60,6 +72,7 @@ class GatheredParameter:
         "_last_flag",
         "_num_compared",
         "_of_fsdp",
+        "_references",
         "_to_sharded",
         "_to_unsharded",
         "_version",
@@ -73,8 +86,20 @@ class GatheredParameter:
         self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
         self._version = self._num_compared = 0
         self._before: torch.Tensor | None = None
+        self._references: list[ParameterReference] = []
         self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
         vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The sharded parameter, which the optimizer holds."""
+        return self._of_fsdp.sharded_param
+
+    def refer(self, reference: ParameterReference) -> None:
+        """From now on, have a reference show what the module's attribute shows."""
+        self._references.append(reference)
+        is_gathered = self._of_fsdp.sharded_state.name == "UNSHARDED"
+        reference.set(self._of_fsdp._unsharded_param if is_gathered else self.shard)
 
     def make_flags_equal(self) -> None:
         """Have the flag that was changed since they were equal determine the other, before a module computes."""
@@ -108,7 +133,11 @@ class GatheredParameter:
 
     def _gather(self) -> None:
         self._to_unsharded()  # copies the flag
-        self._last_flag = self._of_fsdp.sharded_param.requires_grad
+        shard, whole = self.shard, self._of_fsdp._unsharded_param
+        self._last_flag = shard.requires_grad
+        _copy_attributes(shard, whole)
+        for reference in self._references:
+            reference.set(whole)
         if self._num_compared < _NUM_COMPARED and (memory := self._memory()) is not None:
             self._num_compared += 1
             self._before = _sum_of_bits(memory)
@@ -117,7 +146,18 @@ class GatheredParameter:
         if self._of_fsdp.sharded_state.name == "UNSHARDED":
             self.make_flags_equal()
             self.note_writes()
+            _copy_attributes(self._of_fsdp._unsharded_param, self.shard)
         self._to_sharded()
+        for reference in self._references:
+            reference.set(self.shard)
+
+
+def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy what the program has set on one of a shard and its gathered parameter to the other."""
+    attributes = vars(source)
+    if len(attributes) > ("_is_param" in attributes):
+        own = {key: value for key, value in attributes.items() if not key.startswith(PRIVATE_ATTRIBUTES)}
+        vars(target).update(own)
 
 
 def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:
