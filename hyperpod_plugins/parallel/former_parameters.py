@@ -14,6 +14,7 @@ nothing, without a word:
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -30,9 +31,34 @@ from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
 
 _Names = dict[int, tuple["ref[torch.Tensor]", str]]
 _former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()
-_attributes: "WeakKeyDictionary[nn.Module, list[tuple[str, dict[str, Any]]]]" = WeakKeyDictionary()
+_attributes: "WeakKeyDictionary[nn.Module, list[_Attributes]]" = WeakKeyDictionary()
 _ORIGINAL = "_fsdp_orig_uid"
 """Attribute with which FSDP2 numbers the parameters that it replaces, from torch 2.13 on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attributes:
+    """The attributes of a parameter before sharding, and where it was."""
+
+    name: str
+    """Its name in the model."""
+    module: "ref[nn.Module]"
+    """The module that had it."""
+    key: str
+    """Its name in that module."""
+    shape: torch.Size
+    """Its shape."""
+    values: dict[str, Any]
+    """Its dictionary. FSDP2 adds its number there when it replaces the parameter, which need not stay in memory."""
+
+    def present(self, of_number: Mapping[int | None, GatheredParameter]) -> torch.Tensor | None:
+        """Return the parameter that the program has put in its place, if any, given those that FSDP2 has numbered."""
+        number = self.values.get(_ORIGINAL)
+        if number is not None:
+            return of_number[number].shard if number in of_number else None
+        module = self.module()
+        parameter = None if module is None else module._parameters.get(self.key)
+        return parameter if parameter is not None and parameter.shape == self.shape else None
 
 
 def remember_parameters(model: nn.Module) -> None:
@@ -62,8 +88,14 @@ def remember_attributes(model: nn.Module) -> None:
             f"gradient hooks of {format_list(hooked)} were registered before {type(model).__name__} was sharded, which "
             f"replaces parameters. {HOOK_ADVICE}"
         )
-    # FSDP2 adds its number to the dictionary of a parameter when it replaces that; holding it keeps no memory alive.
-    _attributes[model] = [(name, vars(parameter)) for name, parameter in named]
+    found: dict[int, _Attributes] = {}
+    for prefix, part in model.named_modules():
+        for key, each in part.named_parameters(prefix=prefix, recurse=False):
+            own = key.removeprefix(f"{prefix}.")
+            found.setdefault(
+                id(each), _Attributes(name=key, module=ref(part), key=own, shape=each.shape, values=vars(each))
+            )
+    _attributes[model] = list(found.values())
 
 
 def succeed_parameters(model: nn.Module, holders: Sequence[object] = (), *, is_by_program: bool = False) -> None:
@@ -72,8 +104,8 @@ def succeed_parameters(model: nn.Module, holders: Sequence[object] = (), *, is_b
     Args:
         model: sharded since `remember_parameters` or `remember_attributes`.
         holders: other objects that may refer to parameters.
-        is_by_program: the program has sharded it, so that names may mean other parameters now. FSDP2's numbers then
-            tell which parameter has replaced which.
+        is_by_program: the program has sharded it, and may have replaced modules, too, so that names may mean other
+            parameters now.
 
     Raises:
         ConfigError: attributes belong to no parameter of the sharded model; or see `follow_references`.
@@ -81,19 +113,14 @@ def succeed_parameters(model: nn.Module, holders: Sequence[object] = (), *, is_b
     present = dict(model.named_parameters(remove_duplicate=False))
     of_number = {vars(record).get("_orig_param_uid"): each for each, record in _followed(model)}
     lost: list[str] = []
-    for name, attributes in _attributes.pop(model, ()):
-        own = {key: value for key, value in attributes.items() if not key.startswith(PRIVATE_ATTRIBUTES)}
-        if not own:
-            continue
-        successor = present.get(name)
-        if is_by_program:
-            number = attributes.get(_ORIGINAL)
-            successor = of_number[number].shard if number is not None and number in of_number else None
+    for each in _attributes.pop(model, ()):
+        own = {key: value for key, value in each.values.items() if not key.startswith(PRIVATE_ATTRIBUTES)}
+        successor = each.present(of_number) if is_by_program else present.get(each.name)
         if successor is not None:
             for key, value in own.items():
                 vars(successor).setdefault(key, value)
-        elif not is_by_program:
-            lost.append(f"{name} ({', '.join(own)})")
+        elif own and not is_by_program:
+            lost.append(f"{each.name} ({', '.join(own)})")
     if lost:
         raise ConfigError(
             f"attributes of {format_list(lost)} would be lost: the sharded {type(model).__name__} has no such "

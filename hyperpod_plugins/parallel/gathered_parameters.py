@@ -68,11 +68,13 @@ class GatheredParameter:
     """One parameter of an FSDP2 group while it is gathered, compared with its shard."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_last_flag",
         "_num_compared",
         "_of_fsdp",
         "_references",
+        "_reset",
         "_to_sharded",
         "_to_unsharded",
         "_version",
@@ -80,15 +82,17 @@ class GatheredParameter:
     )
 
     def __init__(self, of_fsdp: Any) -> None:
-        """Wrap two methods of FSDP2's record of the parameter, which switch between the shard and the whole."""
+        """Wrap methods of FSDP2's record of the parameter: two switch between shard and whole, one notes new shards."""
         self.is_written = False
         """Whether the program has written to it while it was gathered; up to date once `note_writes` was called."""
         self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
         self._version = self._num_compared = 0
         self._before: torch.Tensor | None = None
         self._references: list[ParameterReference] = []
+        self._attributes = vars(of_fsdp.sharded_param)
         self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
-        vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather)
+        self._reset = of_fsdp.reset_sharded_param
+        vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather, reset_sharded_param=self._take_shard)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -124,6 +128,18 @@ class GatheredParameter:
                 self.is_written |= bool(self._before != _sum_of_bits(memory))
                 self._before = None
 
+    def _take_shard(self) -> None:
+        """Follow the module's parameter, which `module.to` or `load_state_dict` may have replaced."""
+        self._reset()
+        self._keep_attributes()
+
+    def _keep_attributes(self) -> None:
+        """Keep the attributes of a shard that torch has replaced, or has given the attributes of another tensor."""
+        present = vars(self.shard)
+        if present is not self._attributes:
+            _copy_attributes(self._attributes, present)
+            self._attributes = present
+
     def _memory(self) -> torch.Tensor | None:
         """Return the tensor that shares its memory with what was gathered; None where that was converted."""
         whole = self._of_fsdp._unsharded_param
@@ -135,7 +151,8 @@ class GatheredParameter:
         self._to_unsharded()  # copies the flag
         shard, whole = self.shard, self._of_fsdp._unsharded_param
         self._last_flag = shard.requires_grad
-        _copy_attributes(shard, whole)
+        self._keep_attributes()
+        _copy_attributes(self._attributes, vars(whole))
         for reference in self._references:
             reference.set(whole)
         if self._num_compared < _NUM_COMPARED and (memory := self._memory()) is not None:
@@ -146,18 +163,16 @@ class GatheredParameter:
         if self._of_fsdp.sharded_state.name == "UNSHARDED":
             self.make_flags_equal()
             self.note_writes()
-            _copy_attributes(self._of_fsdp._unsharded_param, self.shard)
+            _copy_attributes(vars(self._of_fsdp._unsharded_param), self._attributes)
         self._to_sharded()
         for reference in self._references:
             reference.set(self.shard)
 
 
-def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy what the program has set on one of a shard and its gathered parameter to the other."""
-    attributes = vars(source)
-    if len(attributes) > ("_is_param" in attributes):
-        own = {key: value for key, value in attributes.items() if not key.startswith(PRIVATE_ATTRIBUTES)}
-        vars(target).update(own)
+def _copy_attributes(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy what the program has set on a parameter to the attributes of the tensor in its place."""
+    if len(source) > ("_is_param" in source):
+        target.update({key: value for key, value in source.items() if not key.startswith(PRIVATE_ATTRIBUTES)})
 
 
 def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter
 
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.Size})
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy"}
-_LIBRARIES.add("hyperpod_plugins")
+_INSTALLED = {"hyperpod_plugins", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy"}
+_LIBRARIES = frozenset(_INSTALLED | sys.stdlib_module_names) - {"types"}
+"""Libraries whose objects are not searched. Classes that a program makes at run time are those of `types`."""
 _OF_TREE = ("_parameters", "_modules", "_buffers")
 """What torch holds of a module in a model; FSDP2 sets the parameters there."""
 
@@ -54,11 +55,12 @@ def follow_references(
     search = _Search({id(part) for part in model.modules()}, successor)
     for name, parameter in model.named_parameters():
         search.look_at((None, None, value, f"{name}.{key}") for key, value in vars(parameter).items())
-    named = [(name or type(model).__name__, part) for name, part in model.named_modules()]
+    kind = type(model).__name__.removeprefix("FSDP")  # FSDP2 puts that before the name of the class
+    named = [(name or kind, part) for name, part in model.named_modules()]
     search.run([*named, *((type(each).__name__, each) for each in holders)])
     if search.fixed:
         raise ConfigError(
-            f"{format_list(search.fixed)} of {type(model).__name__} would keep a parameter from before it was sharded, "
+            f"{format_list(search.fixed)} of {kind} would keep a parameter from before it was sharded, "
             "which is not trained, and cannot be replaced there. Keep parameters in a list, a dictionary or an "
             "attribute of an object, which follow them, or take them from their modules where they are used."
         )
@@ -176,8 +178,7 @@ def _slots_of(base: type) -> tuple[str, ...]:
 
 
 def _is_of_program(owner: object) -> bool:
-    kind = type(owner)
-    return isinstance(owner, SimpleNamespace) or kind.__module__.partition(".")[0] not in _LIBRARIES
+    return type(owner).__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _replace_in_optimizer(
