@@ -119,7 +119,7 @@ def carried(_):
     train(alone, slice(None), lambda x: alone(x).square().mean() + alone_penalties())
     values = whole(alone)
     told["differences"] = {name: float((each - values[name]).abs().max()) for name, each in whole(net).items()}
-    return told | attributes() | hooks_of_shards()
+    return told | attributes() | hooks_of_shards() | second_derivatives()
 
 
 def attributes():
@@ -146,6 +146,24 @@ def attributes():
     return told
 
 
+class Penalized(Net):
+    """Its forward computes a loss with a penalty on the gradient of its output, through parameters of the root."""
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        out = self.head(torch.tanh(self.inner(x)))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def second_derivatives():
+    alone, net = Penalized().to(DEVICE), sharded(Penalized(), allow_empty_shards=True)
+    train(net, own_share(), net)
+    train(alone, slice(None), alone)
+    values = whole(alone)
+    return {"penalized": {name: float((each - values[name]).abs().max()) for name, each in whole(net).items()}}
+
+
 def turn(parameter):
     parameter.grad.mul_(-0.5)
 
@@ -169,6 +187,7 @@ def test_attributes_and_references_follow_the_sharded_parameters(run_ranks):
         assert told["list"]
         assert max(told["differences"].values()) < 1e-5, told["differences"]
         assert max(told["hooked"].values()) < 1e-5, told["hooked"]
+        assert max(told["penalized"].values()) < 1e-5, told["penalized"]
         for kind in ("sharded", "after module.to", "after load_state_dict"):
             assert told[kind] == ["head", "block"], kind
         assert told["gathered"] == ("head", False)
