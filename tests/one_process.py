@@ -1,8 +1,9 @@
 """Generated programs, each trained by many ranks and by one process of plain torch: losses and parameters must agree.
 
 A case is a function of its number: a model (experts, branches, heads, shared and tied modules, frozen and unowned
-parameters, several types, sizes that nothing divides), an optimizer, a loader with uneven last steps, a layout and an
-adapter. What a module does depends on each sample alone, so that any split of a batch is the same program.
+parameters, several types, sizes that nothing divides, marks on parameters and lists of them), an optimizer, a loader
+with uneven last steps, a layout and an adapter. What a module does depends on each sample alone, so that any split of a
+batch is the same program.
 
     python tests/one_process.py --cases 300 [--first 0] [--ranks 2] [--put-back every_list_is_a_chain]
 """
@@ -74,6 +75,8 @@ FEATURES = (
     *("experts", "layer_experts", "branch", "heads", "repeated", "tied", "frozen", "unowned", "short", "double"),
     *("buffer", "unused"),
 )
+ATTACHED = ("marked", "kept")
+"""Features that are drawn apart, so that a case of a number keeps its others."""
 LAYOUTS = {
     1: [{}],
     2: [{}, {"hybrid_shard_degree": 1}, {"hybrid_shard_degree": 1, "tensor_parallel_degree": 2}],
@@ -121,6 +124,8 @@ def make_case(number: int, world_size: int) -> Case:
         epochs=draw.randint(1, 2),
         resumed_batch=ranks * micro * draw.choice([0, 1, 2, 3]) if adapter == "lightning" else 0,
     )
+    apart = random.Random(f"attached to {number} of {world_size}")
+    case = replace(case, features=case.features | {name for name in ATTACHED if apart.random() < 0.3})
     is_repaired = adapter == "session" and draw.random() < 0.4
     if not is_repaired:
         return case
@@ -180,6 +185,10 @@ class Net(nn.Module):
         if "double" in features:
             self.gain = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.float64), requires_grad=False)
         self.register_buffer("scale", torch.linspace(1, 2, width) if "buffer" in features else None)
+        if "marked" in features:
+            for parameter in self.parameters():
+                parameter.no_decay = parameter.dim() == 1
+        self.kept = {"penalized": [self.first.weight, self.head.bias] if "kept" in features else []}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         route = (x[:, 0] * 3).long() % 4
@@ -213,7 +222,8 @@ def data_of(case: Case) -> torch.Tensor:
 
 
 def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (net(x) - x.roll(1, 1)).square().mean()
+    loss = (net(x) - x.roll(1, 1)).square().mean()
+    return loss + sum(0.1 * parameter.square().sum() for parameter in net.kept["penalized"])
 
 
 def make_optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
@@ -225,9 +235,13 @@ def make_optimizer(case: Case, net: nn.Module) -> torch.optim.Optimizer:
         for name, parameter in net.named_parameters()
         if parameter.requires_grad and not name.endswith(unowned)
     ]
+    marked = [parameter for parameter in owned if getattr(parameter, "no_decay", False)]
+    ids = {id(parameter) for parameter in marked}
+    groups: list[dict[str, Any]] = [{"params": [parameter for parameter in owned if id(parameter) not in ids]}]
+    groups += [{"params": marked, "weight_decay": 0.0}] if marked else []
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(owned, lr=1e-2, weight_decay=0.1, eps=1e-2)
-    return torch.optim.SGD(owned, lr=0.05, momentum=0.9 * (case.optimizer == "momentum"), weight_decay=0.01)
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-2)
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9 * (case.optimizer == "momentum"), weight_decay=0.01)
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -539,9 +553,25 @@ def epochs_keep_their_length() -> contextlib.AbstractContextManager[Any]:
     return patch.object(TrainerLoader, "load_state_dict", load_state_dict)
 
 
+def attributes_stay_behind() -> contextlib.AbstractContextManager[Any]:
+    """Sharding forgets the attributes of parameters."""
+    from hyperpod_plugins.parallel import former_parameters
+
+    return patch.object(former_parameters, "remember_attributes", lambda model: None)
+
+
+def references_stay_behind() -> contextlib.AbstractContextManager[Any]:
+    """Lists of parameters keep those from before sharding."""
+    from hyperpod_plugins.parallel import former_parameters
+
+    return patch.object(former_parameters, "follow_references", lambda *_: None)
+
+
 FAULTS = {
     each.__name__: each
     for each in (
+        attributes_stay_behind,
+        references_stay_behind,
         every_list_is_a_chain,
         units_are_not_watched,
         gradients_without_optimizer_stay,

@@ -25,6 +25,8 @@ def test_generated_programs_equal_one_process(run_ranks, world_size, numbers):
                 ("gradients_without_optimizer_stay", 57),
                 ("epochs_keep_their_length", 13),
                 ("every_list_is_a_chain", 0),
+                ("attributes_stay_behind", 10),
+                ("references_stay_behind", 14),
             ],
         ),
     ],

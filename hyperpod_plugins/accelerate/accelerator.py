@@ -50,11 +50,9 @@ from hyperpod_plugins.parallel import (
     parallelize,
 )
 from hyperpod_plugins.parallel.finite import FiniteCheck
+from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
-from hyperpod_plugins.parallel.parallelize import (
-    replace_stale_parameters,
-)
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
 _OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")

@@ -17,9 +17,11 @@ from typing_extensions import override
 from hyperpod_plugins.accelerate.compat import AcceleratedOptimizer, AcceleratedScheduler, convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.finite import FiniteCheck, RankFiniteCheck
+from hyperpod_plugins.parallel.former_parameters import succeed_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 from hyperpod_plugins.parallel.parallelize import match_rank_0
+from hyperpod_plugins.parallel.unit_watch import watch_units
 
 
 def shard_with_optimizers(
@@ -33,9 +35,11 @@ def shard_with_optimizers(
 
     Raises:
         ConfigError: an optimizer already has state, or holds a parameter that is not the model's; or tensors have
-            values on some ranks only.
+            values on some ranks only; or see `watch_units` and `succeed_parameters`.
     """
     if any(True for _ in fsdp_units(model)):
+        watch_units(model)
+        succeed_parameters(model, is_by_program=True)
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards
     refuse_half_loaded(model, is_delayed_alike=is_delayed_alike)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

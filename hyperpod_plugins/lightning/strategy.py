@@ -39,6 +39,7 @@ from hyperpod_plugins.lightning.compat import (
     TorchElasticEnvironment,
     Trainer,
     TrainerFn,
+    callbacks_of,
     init_dist_connection,
     optimizers_to_device,
     reset_seed,
@@ -70,6 +71,7 @@ from hyperpod_plugins.parallel import (
     Topology,
     build_data_group,
     build_mesh,
+    former_parameters,
     loss_parallel_context,
     parallelize,
 )
@@ -87,7 +89,7 @@ from hyperpod_plugins.parallel.hsdp import (
     without_replica_sync,
 )
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
-from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0, replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0
 from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
@@ -335,6 +337,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         check_same_layout(self._module, self._device_mesh)
         self._average = averaging_callback(trainer, self._average)
         self._module._device_mesh = self._device_mesh
+        former_parameters.remember_attributes(self._module)  # in configure_model, the program may shard it
 
     @contextmanager
     @override
@@ -366,6 +369,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             averages = elastic is None or not elastic.options.averages_replicas
             parallelize(module, self.device_mesh, self.config, averages_replicas=averages)
             treat_steps_as_forward(module)
+        former_parameters.succeed_parameters(module, callbacks_of(trainer), is_by_program=True)
         if self.config.fsdp_cache_flush_warnings:
             self._allocator_watch = AllocatorWatch(self.root_device)
         self.model = module
@@ -381,7 +385,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and not is_replay:
             refuse_copying_callbacks(trainer)
             self.setup_optimizers(trainer)
-            replace_stale_parameters(self.optimizers, module, num_ranks=self.world_size)
+            former_parameters.replace_stale_parameters(self.optimizers, module, num_ranks=self.world_size)
             check_no_required_closure(self.optimizers)
         self.setup_precision_plugin()
         if isinstance(self.precision_plugin, HyperPodPrecision):

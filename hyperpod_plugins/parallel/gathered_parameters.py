@@ -8,6 +8,8 @@ values from the shard when it gathers, and nothing back.
   been changed since they were equal determines the other.
 - A write, such as that of `nn.Embedding(max_norm=...)` or of a momentum encoder in `training_step`, would be lost, or
   with `parameter.data = ...` even detach the parameter from its shards. It is detected, so that the step is refused.
+- Attributes that it sets on one of the two, such as `parameter._no_weight_decay`, are copied to the other, and
+  references of the program show the one that the module's attribute shows; see `parameter_references`.
 
 [Note: how writes to gathered parameters are found] FSDP2 preserves the version counter of a gathered parameter, so
 only the program advances it. A write through `.data` does not advance it; the bit sums that are compared in the first
@@ -18,7 +20,7 @@ gathers show it. An assignment of `.data` changes the memory.
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +29,8 @@ from torch.distributed.tensor import DTensor
 _NUM_COMPARED = 8
 """First gathers of a parameter at whose end its bits are compared."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PRIVATE_ATTRIBUTES = ("_is_param", "_fsdp", "_dynamo")
+"""Beginnings of the names of torch's own attributes of parameters, which describe one tensor."""
 
 
 def follow_parameters(groups: Iterable[Any]) -> None:
@@ -42,8 +46,8 @@ def follow_parameters(groups: Iterable[Any]) -> None:
 
 
 def followed_parameters(group: Any) -> Sequence["GatheredParameter"]:
-    """Return the parameters of a group, in FSDP2's order."""
-    return vars(group)["_hyperpod_parameters"]
+    """Return the parameters of a group, in FSDP2's order; none if they are not followed."""
+    return vars(group).get("_hyperpod_parameters", ())
 
 
 def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["GatheredParameter"]]:
@@ -52,14 +56,25 @@ def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["Gathere
     return {part: followed for each in of_groups for part, followed in each.items()}
 
 
+class ParameterReference(Protocol):
+    """A place outside of modules in which the program keeps a parameter."""
+
+    def set(self, parameter: torch.Tensor) -> None:
+        """Replace the parameter there."""
+        ...
+
+
 class GatheredParameter:
     """One parameter of an FSDP2 group while it is gathered, compared with its shard."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_last_flag",
         "_num_compared",
         "_of_fsdp",
+        "_references",
+        "_reset",
         "_to_sharded",
         "_to_unsharded",
         "_version",
@@ -67,14 +82,28 @@ class GatheredParameter:
     )
 
     def __init__(self, of_fsdp: Any) -> None:
-        """Wrap two methods of FSDP2's record of the parameter, which switch between the shard and the whole."""
+        """Wrap methods of FSDP2's record of the parameter: two switch between shard and whole, one notes new shards."""
         self.is_written = False
         """Whether the program has written to it while it was gathered; up to date once `note_writes` was called."""
         self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
         self._version = self._num_compared = 0
         self._before: torch.Tensor | None = None
+        self._references: list[ParameterReference] = []
+        self._attributes = vars(of_fsdp.sharded_param)
         self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
-        vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather)
+        self._reset = of_fsdp.reset_sharded_param
+        vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather, reset_sharded_param=self._take_shard)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The sharded parameter, which the optimizer holds."""
+        return self._of_fsdp.sharded_param
+
+    def refer(self, reference: ParameterReference) -> None:
+        """From now on, have a reference show what the module's attribute shows."""
+        self._references.append(reference)
+        is_gathered = self._of_fsdp.sharded_state.name == "UNSHARDED"
+        reference.set(self._of_fsdp._unsharded_param if is_gathered else self.shard)
 
     def make_flags_equal(self) -> None:
         """Have the flag that was changed since they were equal determine the other, before a module computes."""
@@ -99,6 +128,18 @@ class GatheredParameter:
                 self.is_written |= bool(self._before != _sum_of_bits(memory))
                 self._before = None
 
+    def _take_shard(self) -> None:
+        """Follow the module's parameter, which `module.to` or `load_state_dict` may have replaced."""
+        self._reset()
+        self._keep_attributes()
+
+    def _keep_attributes(self) -> None:
+        """Keep the attributes of a shard that torch has replaced, or has given the attributes of another tensor."""
+        present = vars(self.shard)
+        if present is not self._attributes:
+            _copy_attributes(self._attributes, present)
+            self._attributes = present
+
     def _memory(self) -> torch.Tensor | None:
         """Return the tensor that shares its memory with what was gathered; None where that was converted."""
         whole = self._of_fsdp._unsharded_param
@@ -108,7 +149,12 @@ class GatheredParameter:
 
     def _gather(self) -> None:
         self._to_unsharded()  # copies the flag
-        self._last_flag = self._of_fsdp.sharded_param.requires_grad
+        shard, whole = self.shard, self._of_fsdp._unsharded_param
+        self._last_flag = shard.requires_grad
+        self._keep_attributes()
+        _copy_attributes(self._attributes, vars(whole))
+        for reference in self._references:
+            reference.set(whole)
         if self._num_compared < _NUM_COMPARED and (memory := self._memory()) is not None:
             self._num_compared += 1
             self._before = _sum_of_bits(memory)
@@ -117,7 +163,16 @@ class GatheredParameter:
         if self._of_fsdp.sharded_state.name == "UNSHARDED":
             self.make_flags_equal()
             self.note_writes()
+            _copy_attributes(vars(self._of_fsdp._unsharded_param), self._attributes)
         self._to_sharded()
+        for reference in self._references:
+            reference.set(self.shard)
+
+
+def _copy_attributes(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy what the program has set on a parameter to the attributes of the tensor in its place."""
+    if len(source) > ("_is_param" in source):
+        target.update({key: value for key, value in source.items() if not key.startswith(PRIVATE_ATTRIBUTES)})
 
 
 def _sum_of_bits(memory: torch.Tensor) -> torch.Tensor:

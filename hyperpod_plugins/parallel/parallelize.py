@@ -3,16 +3,12 @@
 All ranks start from the values of global rank 0. The broadcasts of a model's tensors are matched only by their order:
 if another rank holds values of other tensors, it waits for a broadcast that never comes, or takes the bytes of one
 tensor for those of another without an error. So `match_rank_0` first compares the models.
-
-Sharding replaces a model's parameters. An optimizer that holds the old ones gets no gradients and silently trains
-nothing. Names do not change, so `replace_stale_parameters` maps each old parameter to its replacement.
 """
 
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.delayed_init import materialize
@@ -38,7 +33,8 @@ from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
 from hyperpod_plugins.parallel.expert_parallel import expert_degree_of, find_experts, shard_experts
-from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers, keep_on_host
+from hyperpod_plugins.parallel.former_parameters import remember_parameters, succeed_parameters
+from hyperpod_plugins.parallel.host_optimizer import keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
@@ -49,8 +45,6 @@ log = logging.getLogger(__name__)
 
 _HAS_VALUES = "has values"
 _Aspects = tuple[str, ...]
-_Names = dict[int, tuple["ref[torch.Tensor]", str]]
-_former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()
 
 
 def parallelize(
@@ -105,6 +99,7 @@ def parallelize(
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     use_float8_gathers(model, config)
     give_values(model, torch.device(mesh.device_type), config)
+    succeed_parameters(model)
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
     return model
@@ -493,72 +488,3 @@ def _difference(expected: dict[str, _Aspects], found: dict[str, _Aspects]) -> st
             if ours != theirs:
                 return f"{name} {ours} on rank 0 and {theirs}"
     return ""
-
-
-def remember_parameters(model: nn.Module) -> None:
-    """Record the parameters of a model before it is sharded, by weak references."""
-    _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
-
-
-def replace_stale_parameters(optimizers: Sequence[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
-    """Replace the unsharded parameters that optimizers hold by the sharded parameters of the model.
-
-    Args:
-        optimizers: optimizers of `model`.
-        model: a sharded model, by `parallelize` or otherwise.
-        num_ranks: world size of the job.
-
-    Raises:
-        ConfigError: an optimizer already has state for an unsharded parameter; or, with several ranks, it holds
-            parameters that are not the model's, which each rank would train independently; or it cannot step in
-            host memory, see `check_host_optimizers`.
-    """
-    present = dict(model.named_parameters(remove_duplicate=False))
-    held = {id(parameter) for parameter in present.values()}
-    names = {
-        key: name
-        for root, former in _former.items()
-        for key, (alive, name) in _names_in(model, root, former).items()
-        if alive() is not None and name in present
-    }
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        foreign: list[str] = []
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if id(parameter) in held:
-                    continue
-                name = names.get(id(parameter))
-                if name is None:
-                    foreign.append(str(tuple(parameter.shape)))
-                elif parameter in optimizer.state:
-                    raise ConfigError(
-                        f"this {kind} has state already, of {name} before it was sharded. Make it from the sharded "
-                        "model's parameters (in configure_optimizers, or after session.parallelize), and load saved "
-                        "state afterwards."
-                    )
-                else:
-                    group["params"][index] = present[name]
-        if foreign and num_ranks > 1:
-            raise ConfigError(
-                f"this {kind} holds {len(foreign)} parameters that are not in the sharded {type(model).__name__}, of "
-                f"shapes {format_list(foreign)}: it would not train the model, or each rank would train its own copy. "
-                "Make it from parameters of the sharded model: in configure_optimizers with self.parameters(), or "
-                "after session.parallelize(model)."
-            )
-    check_host_optimizers(optimizers)
-
-
-def _names_in(model: nn.Module, root: nn.Module, former: _Names) -> _Names:
-    """Return the record of `root` under the names that its parameters have in `model`, around or inside it."""
-    if root is model:
-        return former
-    for prefix, part in model.named_modules():
-        if part is root:
-            return {key: (alive, f"{prefix}.{name}") for key, (alive, name) in former.items()}
-    for prefix, part in root.named_modules():
-        if part is model:
-            begin = f"{prefix}."
-            inside = {key: (alive, name) for key, (alive, name) in former.items() if name.startswith(begin)}
-            return {key: (alive, name.removeprefix(begin)) for key, (alive, name) in inside.items()}
-    return {}

@@ -21,6 +21,9 @@ costs one large all-reduce between replicas, as FSDP2's own would, and a small o
 ranks.
 """
 
+# Torch has no public way to see hooks.
+# pyright: reportPrivateUsage=false
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,7 +34,7 @@ from torch import Tensor, _foreach_norm, nn  # pyright: ignore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, local_part
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 
@@ -65,7 +68,7 @@ class GradientVector:
                     f"those of a single replica are never seen. For {option} shard over the axis 'shard' alone, or "
                     "leave sharding to the strategy or the session."
                 )
-        self._model = model
+        self._model, self._option = model, option
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Trainable parameters, in the order of their gradients in the vector."""
         self._sizes = [local_part(parameter).numel() for parameter in self.parameters]
@@ -76,8 +79,13 @@ class GradientVector:
         Args:
             more: values to append, each `()`.
             multiple_of: the length is padded with zeros to a multiple of this.
+
+        Raises:
+            ConfigError: a parameter has a hook, which has run on the gradient of a single replica.
         """
         reconcile_gradients(self._model)
+        if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters):
+            raise ConfigError(self._hook_message())
         parts: list[Tensor] = []
         has_one: list[float] = []
         device = compute_device(self.parameters[0])
@@ -91,6 +99,14 @@ class GradientVector:
         parts += [torch.tensor(has_one, device=device), *(each.detach().to(device).float().reshape(1) for each in more)]
         parts.append(torch.zeros(-sum(part.numel() for part in parts) % multiple_of, device=device))
         return torch.cat(parts)
+
+    def _hook_message(self) -> str:
+        hooked = [name for name, each in self._model.named_parameters() if each._post_accumulate_grad_hooks]
+        return (
+            f"register_post_accumulate_grad_hook on {format_list(hooked)} is not possible with {self._option}: "
+            "gradients are averaged over replicas after backward, so the hook has seen those of one replica. Nothing "
+            "has been updated. Change parameter.grad when the optimizer steps: optimizer.register_step_pre_hook."
+        )
 
     def unflatten(self, vector: Tensor) -> Tensor:
         """Set the gradients from a vector; return the appended values and the padding."""

@@ -17,6 +17,12 @@ before the step. So units are resharded when an optimizer is about to step on th
 [Note: gradients that are kept] While parameters are gathered, the program does not see the gradients of their shards:
 `model.zero_grad()` between forward and backward drops those of the other units only, and backward adds to the last
 step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place.
+
+[Note: what a gradient must be] Backward computes the gradient of a gathered parameter for this rank's samples, and
+FSDP2 reduces it to the shard. A hook of the shard never runs, and one of the gathered parameter sees something else
+than in one process. A gradient that is sparse or has a graph cannot be reduced. A parameter is inspected when its
+gradient is about to be reduced, which is replaced by a dense one without a graph, so that all ranks raise together
+before the optimizer steps.
 """
 
 # FSDP2's parameter groups have no public API.
@@ -39,22 +45,49 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.errors import GatheredParametersWritten, LoopError, UnitsDiffer, format_list
+from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
 _DIGEST_BYTES = 8
-_UNUSED, _USED, _WRITTEN = range(3)
+_UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
+HOOK_ADVICE = (
+    "Each rank computes the gradient of its own samples, so a hook would see other values than in one process, and it "
+    "does not run on shards. Change reduced gradients instead: parameter.grad between backward and the optimizer's "
+    "step (Lightning: in on_before_optimizer_step), or by parameter.register_post_accumulate_grad_hook after sharding: "
+    "in configure_optimizers, or after parallelize or prepare. Each is a DTensor there, of which a rank has a part."
+)
+"""What to do instead of registering hooks for gradients of parameters."""
+SPARSE_ADVICE = (
+    "FSDP2 reduces dense gradients only. Use sparse=False, and an optimizer for dense gradients (torch.optim.Adam "
+    "instead of SparseAdam)."
+)
+"""What to do instead of training with sparse gradients."""
 
 
 def watch_units(model: nn.Module) -> None:
-    """Start watching the units of a sharded model and following their parameters; does nothing if they are watched."""
+    """Start watching the units of a sharded model and following their parameters; does nothing if they are watched.
+
+    Raises:
+        ConfigError: an embedding of the model computes sparse gradients.
+    """
+    _refuse_sparse_gradients(model)
     units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
         follow_parameters(group for _, group in units)
         _watches.append(ref(UnitTrace(units)))
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    sparse = [
+        f"{name} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad
+    ]
+    if sparse:
+        raise ConfigError(f"{format_list(sparse)} would compute sparse gradients. {SPARSE_ADVICE}")
 
 
 def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> int:
@@ -74,6 +107,7 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
     Raises:
         UnitsDiffer: ranks gathered or reduced different units, so that the computed gradients are invalid.
         GatheredParametersWritten: on some rank the program wrote to parameters while they were gathered.
+        ConfigError: on some rank a parameter has a gradient hook, or its gradient is sparse or has a graph.
     """
     return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
 
@@ -180,10 +214,13 @@ class UnitTrace:
 
     def _keep_agreed(self, uses: Sequence[int]) -> None:
         """Keep the gradients of the parameters that some rank used, given the largest `use` of each."""
-        if _WRITTEN in uses:
-            written = [parameter.name for parameter, use in zip(self._parameters, uses, strict=True) if use == _WRITTEN]
+        worst = max(uses, default=_UNUSED)
+        if worst > _USED:
+            names = [parameter.name for parameter, use in zip(self._parameters, uses, strict=True) if use == worst]
             self.forget()
-            raise GatheredParametersWritten(_written_message(written))
+            if worst == _WRITTEN:
+                raise GatheredParametersWritten(_written_message(names))
+            raise ConfigError(_gradient_message(names, worst))
         if _UNUSED in uses:
             for parameter, use in zip(self._parameters, uses, strict=True):
                 if use == _UNUSED:
@@ -229,7 +266,7 @@ class UnitTrace:
         for unit in self._units:
             unit.is_active = False
         for parameter in self._parameters:
-            parameter.whole.is_written = False
+            parameter.whole.is_written, parameter.problem = False, _UNUSED
 
     def _refuse(self) -> None:
         traces: list[Any] = [None] * dist.get_world_size()
@@ -241,11 +278,13 @@ class UnitTrace:
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_stepped_on", "_was_filled", "_was_zero", "is_used", "whole")
+    __slots__ = ("_of_fsdp", "_stepped_on", "_was_filled", "_was_zero", "is_used", "problem", "whole")
 
     def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
+        self.problem = _UNUSED
+        """What is wrong with its gradient in this step, as a value of `use`: see [Note: what a gradient must be]."""
         self._stepped_on: TensorWeakRef | None = None
         self._was_zero: torch.Tensor | None = None
         """If the last reduction added to the gradient on which the optimizer had stepped: whether that was zero."""
@@ -258,7 +297,7 @@ class _Parameter:
     @property
     def use(self) -> int:
         """What the program has done with it on this rank; of all ranks, the largest value counts."""
-        return _WRITTEN if self.whole.is_written else int(self.is_used)
+        return max(self.problem, _WRITTEN) if self.whole.is_written else self.problem or int(self.is_used)
 
     @property
     def shard(self) -> torch.Tensor:
@@ -294,12 +333,24 @@ class _Parameter:
             self.is_used = self._was_filled = False
         old = None if self._stepped_on is None else self._stepped_on()
         self._was_zero = _local(old).count_nonzero() == 0 if old is not None and old is present else None
+        self._inspect()
         if self.has_gradient:
             self.is_used = True
         else:
             self._was_filled = True
             whole = self._of_fsdp.unsharded_param
             whole.grad = _zero_gradient(whole)
+
+    def _inspect(self) -> None:
+        """Note what is wrong with the gradient, and make it one that can be reduced."""
+        shard, whole = self._of_fsdp.sharded_param, self._of_fsdp.unsharded_param
+        gradient = whole.grad
+        if shard._backward_hooks or whole._backward_hooks or whole._post_accumulate_grad_hooks:
+            self.problem = _HOOKED
+        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
+            self.problem = _SPARSE if gradient.is_sparse else _WITH_GRAPH
+            gradient = gradient.detach()
+            whole.grad = gradient.to_dense() if gradient.is_sparse else gradient
 
     def begin_update(self) -> bool:
         """Note that the optimizer steps; return whether its gradient includes one on which it has stepped before."""
@@ -378,6 +429,8 @@ class _Unit:
     def _gather(self, *args: Any, **kwargs: Any) -> Any:
         group = self._group
         is_in_backward = group._training_state.name == "PRE_BACKWARD"
+        if is_in_backward and torch.is_grad_enabled():  # as only in a backward with create_graph=True
+            raise ConfigError(_SECOND_DERIVATIVES)
         is_left_out = is_in_backward and not group.unshard_in_backward
         has_no_shards = group.is_unsharded or group._all_gather_result is not None or _shard_size(group) == 1
         # An evaluation between two steps is ignored: a process that joined after it has not run it.
@@ -479,6 +532,23 @@ def _written_message(names: Sequence[str]) -> str:
         "on_train_batch_end, or between the steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), "
         "normalize the rows that a forward returns, and initialize parameters before training instead of in a forward."
     )
+
+
+_SECOND_DERIVATIVES = (
+    "a backward with create_graph=True, as for a gradient penalty, ran through a module whose parameters are gathered "
+    "only while it computes: they are freed before the second derivatives are computed. Within the forward of the "
+    "whole model, such as Lightning's training_step, parameters outside of blocks stay gathered: compute the gradients "
+    "of the penalty there, with torch.autograd.grad. For modules that are gathered block by block, use differences "
+    "such as model(x + step) - model(x) instead."
+)
+
+
+def _gradient_message(names: Sequence[str], problem: int) -> str:
+    if problem == _HOOKED:
+        return f"a gradient hook is registered on {format_list(names)}. {HOOK_ADVICE} Nothing has been updated."
+    if problem == _SPARSE:
+        return f"the gradient of {format_list(names)} is sparse. {SPARSE_ADVICE} Nothing has been updated."
+    return f"the gradient of {format_list(names)} has a graph. {_SECOND_DERIVATIVES} Nothing has been updated."
 
 
 def _old_gradients_message(names: Sequence[str]) -> str:

@@ -39,8 +39,9 @@ from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
 from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
+from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters
 from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
-from hyperpod_plugins.parallel.parallelize import match_degrees, replace_stale_parameters
+from hyperpod_plugins.parallel.parallelize import match_degrees
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -320,8 +321,9 @@ class Session:
         Raises:
             ConfigError: the model is not sharded, so each rank would train its own; its sequences or experts are
                 divided in another way than the degrees say; a library has wrapped an optimizer or a scheduler; an
-                optimizer holds parameters that are not the model's; a scheduler waits for a metric; the policy is
-                unknown; an option is not possible with manual optimization.
+                optimizer holds parameters that are not the model's; an embedding computes sparse gradients; the model
+                keeps parameters from before it was sharded in a tuple or a set; a scheduler waits for a metric; the
+                policy is unknown; an option is not possible with manual optimization.
         """
         if manual_optimization:
             refuse_train_options(backward=backward, max_grad_norm=max_grad_norm, non_finite=non_finite)
@@ -360,6 +362,7 @@ class Session:
             )
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
+        succeed_parameters(model, is_by_program=True)
         reshard_after_evaluations(model)
         self._scheduled += [
             weakref.ref(optimizer) for optimizer in map(_optimizer_of, _listed(schedulers)) if optimizer

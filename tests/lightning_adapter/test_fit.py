@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from device import ACCELERATOR
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 VOCABULARY, WIDTH, SEQUENCE = 32, 16, 6
@@ -24,6 +25,7 @@ GLOBAL_BATCH, NUM_STEPS, MAX_NORM = 8, 6, 0.5
 HSDP = {"hybrid_shard_degree": 2}
 TENSOR = {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}
 LAYOUTS = {"hsdp 2x2": HSDP, "tp 2 x shard 2": TENSOR}
+NUMBERS_PARAMETERS = hasattr(_fsdp_param, "_get_orig_param_uid")  # torch 2.13
 
 
 # -- the model, and plain torch loops ---------------------------------------------------------------------------------
@@ -331,7 +333,11 @@ def fit_built_late(options):
 
 
 def fit_sharded_by_the_module(options):
-    """The module splits and shards itself: the strategy must leave it as it is."""
+    """The module splits and shards itself: the strategy must leave it as it is.
+
+    Attributes of parameters follow the sharded ones, and so does what a callback keeps.
+    """
+    import lightning.pytorch as pl
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -345,8 +351,22 @@ def fit_sharded_by_the_module(options):
                 fully_shard(layer, mesh=data)
             fully_shard(self.net, mesh=data)
 
-    module = Own()
-    make_trainer(options).fit(module)
+        def configure_optimizers(self):
+            self.marks = [name for name, each in self.net.named_parameters() if hasattr(each, "mark")]
+            return super().configure_optimizers()
+
+    class Keeps(pl.Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            self.is_new = self.kept[0] is module.net.output.weight
+
+    module, keeps = Own(), Keeps()
+    keeps.kept = [module.net.output.weight]
+    for each in (module.net.output.weight, module.net.layers[0].w1.weight):
+        each.mark = True
+    make_trainer(options, callbacks=[keeps]).fit(module)
+    assert module.marks == ["layers.0.w1.weight", "output.weight"]
+    if NUMBERS_PARAMETERS:
+        assert keeps.is_new
     assert module.net.output.weight.device_mesh.mesh_dim_names == ("replicate", "shard")  # no tensor axis: untouched
     return {"losses": module.losses, "state": whole_state(module.net)}
 

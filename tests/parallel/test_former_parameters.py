@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.parallelize import remember_parameters, replace_stale_parameters
+from hyperpod_plugins.parallel.former_parameters import remember_parameters, replace_stale_parameters
 
 
 def replaced(model):

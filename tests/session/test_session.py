@@ -588,6 +588,19 @@ def test_reproducible_steps_are_those_of_plain_torch(make_session):
     torch.testing.assert_close(trained.model.weight.full_tensor().detach(), weight)
 
 
+def test_a_hook_that_sees_the_gradient_of_one_replica_is_refused(make_session):
+    session = make_session(global_batch_size=10, elastic=ElasticPolicy(max_replicas=2), reproducible=True)
+    trained = Trained(session)
+    trained.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    before = trained.model.weight.full_tensor().clone()
+    with (
+        pytest.raises(ConfigError, match=r"hook on weight is not possible with reproducible=True.*step_pre_hook"),
+        next(iter(session.steps(trained.loader()))) as step,
+    ):
+        step.run(trained.loss)
+    torch.testing.assert_close(trained.model.weight.full_tensor(), before)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,224 @@
+"""The parameters that a model had before it was sharded, and what the program has attached to them.
+
+Sharding replaces a model's parameters, and the names of parameters do not change. What refers to the old ones trains
+nothing, without a word:
+
+- An optimizer gets the new parameters from `replace_stale_parameters`.
+- Attributes, such as `parameter._no_weight_decay`, are copied to the new parameters.
+- References in lists, dictionaries and objects follow the new parameters: see `parameter_references`.
+- Gradient hooks are refused: FSDP2 hands a gradient to the shard without running them, and a hook of the gathered
+  parameter would see the gradient of this rank's samples only.
+"""
+
+# FSDP2's parameters have no public API.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES, GatheredParameter, followed_parameters
+from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers
+from hyperpod_plugins.parallel.parameter_references import follow_references
+from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
+
+_Names = dict[int, tuple["ref[torch.Tensor]", str]]
+_former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()
+_attributes: "WeakKeyDictionary[nn.Module, list[_Attributes]]" = WeakKeyDictionary()
+_ORIGINAL = "_fsdp_orig_uid"
+"""Attribute with which FSDP2 numbers the parameters that it replaces, from torch 2.13 on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attributes:
+    """The attributes of a parameter before sharding, and where it was."""
+
+    name: str
+    """Its name in the model."""
+    module: "ref[nn.Module]"
+    """The module that had it."""
+    key: str
+    """Its name in that module."""
+    shape: torch.Size
+    """Its shape."""
+    values: dict[str, Any]
+    """Its dictionary. FSDP2 adds its number there when it replaces the parameter, which need not stay in memory."""
+
+    def present(self, of_number: Mapping[int | None, GatheredParameter]) -> torch.Tensor | None:
+        """Return the parameter that the program has put in its place, if any, given those that FSDP2 has numbered."""
+        number = self.values.get(_ORIGINAL)
+        if number is not None:
+            return of_number[number].shard if number in of_number else None
+        module = self.module()
+        parameter = None if module is None else module._parameters.get(self.key)
+        return parameter if parameter is not None and parameter.shape == self.shape else None
+
+
+def remember_parameters(model: nn.Module) -> None:
+    """Record the parameters of a model before it is sharded, by weak references, and their attributes.
+
+    Raises:
+        ConfigError: see `remember_attributes`.
+    """
+    remember_attributes(model)
+    _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
+
+
+def remember_attributes(model: nn.Module) -> None:
+    """Record the attributes of a model's parameters before the model is sharded, by this package or by the program.
+
+    Does nothing if it is sharded.
+
+    Raises:
+        ConfigError: a parameter has a gradient hook, or a class of the program, which its shard would not have.
+    """
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
+        return
+    named = list(model.named_parameters())
+    hooked = [name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks]
+    if hooked:
+        raise ConfigError(
+            f"gradient hooks of {format_list(hooked)} were registered before {type(model).__name__} was sharded, which "
+            f"replaces parameters. {HOOK_ADVICE}"
+        )
+    found: dict[int, _Attributes] = {}
+    for prefix, part in model.named_modules():
+        for key, each in part.named_parameters(prefix=prefix, recurse=False):
+            own = key.removeprefix(f"{prefix}.")
+            found.setdefault(
+                id(each), _Attributes(name=key, module=ref(part), key=own, shape=each.shape, values=vars(each))
+            )
+    _attributes[model] = list(found.values())
+
+
+def succeed_parameters(model: nn.Module, holders: Sequence[object] = (), *, is_by_program: bool = False) -> None:
+    """Give a model's sharded parameters the attributes of those before, and have references follow them.
+
+    Args:
+        model: sharded since `remember_parameters` or `remember_attributes`.
+        holders: other objects that may refer to parameters.
+        is_by_program: the program has sharded it, and may have replaced modules, too, so that names may mean other
+            parameters now.
+
+    Raises:
+        ConfigError: attributes belong to no parameter of the sharded model; or see `follow_references`.
+    """
+    present = dict(model.named_parameters(remove_duplicate=False))
+    of_number = {vars(record).get("_orig_param_uid"): each for each, record in _followed(model)}
+    lost: list[str] = []
+    for each in _attributes.pop(model, ()):
+        own = {key: value for key, value in each.values.items() if not key.startswith(PRIVATE_ATTRIBUTES)}
+        successor = each.present(of_number) if is_by_program else present.get(each.name)
+        if successor is not None:
+            for key, value in own.items():
+                vars(successor).setdefault(key, value)
+        elif own and not is_by_program:
+            lost.append(f"{each.name} ({', '.join(own)})")
+    if lost:
+        raise ConfigError(
+            f"attributes of {format_list(lost)} would be lost: the sharded {type(model).__name__} has no such "
+            "parameters. Set them after it was sharded: in configure_optimizers, or after parallelize or prepare."
+        )
+    _follow(model, present, of_number, holders)
+
+
+def _follow(
+    model: nn.Module,
+    present: Mapping[str, torch.Tensor],
+    of_number: Mapping[int | None, GatheredParameter],
+    holders: Sequence[object],
+) -> None:
+    """Have the references of a model and of `holders` to former parameters follow those in their place."""
+    of_shard = {id(each.shard): each for each, _ in _followed(model)}
+    names = _names_of_former(model)
+    of_former = {
+        key: of_shard[id(present[name])]
+        for key, (alive, name) in names.items()
+        if alive() is not None and name in present and id(present[name]) in of_shard
+    }
+
+    def successor(value: torch.Tensor) -> GatheredParameter | None:
+        return of_former.get(id(value)) or of_number.get(vars(value).get(_ORIGINAL, -1))
+
+    if of_former or not names:  # otherwise no former parameter is referred to any more
+        follow_references(model, holders, successor)
+
+
+def _followed(model: nn.Module) -> Iterator[tuple[GatheredParameter, Any]]:
+    """Yield the parameters of a sharded model whose units are watched, with FSDP2's record of each."""
+    for part in model.modules():
+        for group in parameter_groups(part):
+            yield from zip(followed_parameters(group), group.fsdp_params, strict=False)
+
+
+def replace_stale_parameters(optimizers: Sequence[Optimizer], model: nn.Module, *, num_ranks: int) -> None:
+    """Replace the unsharded parameters that optimizers hold by the sharded parameters of the model.
+
+    Args:
+        optimizers: optimizers of `model`.
+        model: a sharded model, by `parallelize` or otherwise.
+        num_ranks: world size of the job.
+
+    Raises:
+        ConfigError: an optimizer already has state for an unsharded parameter; or, with several ranks, it holds
+            parameters that are not the model's, which each rank would train independently; or it cannot step in
+            host memory, see `check_host_optimizers`.
+    """
+    present = dict(model.named_parameters(remove_duplicate=False))
+    held = {id(parameter) for parameter in present.values()}
+    names = {
+        key: name for key, (alive, name) in _names_of_former(model).items() if alive() is not None and name in present
+    }
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        foreign: list[str] = []
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in held:
+                    continue
+                name = names.get(id(parameter))
+                if name is None:
+                    foreign.append(str(tuple(parameter.shape)))
+                elif parameter in optimizer.state:
+                    raise ConfigError(
+                        f"this {kind} has state already, of {name} before it was sharded. Make it from the sharded "
+                        "model's parameters (in configure_optimizers, or after session.parallelize), and load saved "
+                        "state afterwards."
+                    )
+                else:
+                    group["params"][index] = present[name]
+        if foreign and num_ranks > 1:
+            raise ConfigError(
+                f"this {kind} holds {len(foreign)} parameters that are not in the sharded {type(model).__name__}, of "
+                f"shapes {format_list(foreign)}: it would not train the model, or each rank would train its own copy. "
+                "Make it from parameters of the sharded model: in configure_optimizers with self.parameters(), or "
+                "after session.parallelize(model)."
+            )
+    check_host_optimizers(optimizers)
+
+
+def _names_of_former(model: nn.Module) -> _Names:
+    """Return the record of the parameters that a model, or parts of it, had before sharding, by their names in it."""
+    return {key: each for root, former in _former.items() for key, each in _names_in(model, root, former).items()}
+
+
+def _names_in(model: nn.Module, root: nn.Module, former: _Names) -> _Names:
+    """Return the record of `root` under the names that its parameters have in `model`, around or inside it."""
+    if root is model:
+        return former
+    for prefix, part in model.named_modules():
+        if part is root:
+            return {key: (alive, f"{prefix}.{name}") for key, (alive, name) in former.items()}
+    for prefix, part in root.named_modules():
+        if part is model:
+            begin = f"{prefix}."
+            inside = {key: (alive, name) for key, (alive, name) in former.items() if name.startswith(begin)}
+            return {key: (alive, name.removeprefix(begin)) for key, (alive, name) in inside.items()}
+    return {}
