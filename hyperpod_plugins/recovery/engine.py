@@ -18,8 +18,10 @@ returns.
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,11 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import find_world
+from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
-from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
+from hyperpod_plugins.elastic.store.left_loops import LeftLoop, departures, have_all_left
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import StateLost
@@ -38,6 +41,7 @@ from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
+from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
@@ -49,6 +53,9 @@ from hyperpod_plugins.recovery.step import StepTransaction
 from hyperpod_plugins.recovery.stop_reports import ResumePoint
 
 log = logging.getLogger(__name__)
+_ENDING_S = 3.0
+"""Longest wait for an agent to record that a process has ended, which has left its loop: it may have been left by an
+exception that nobody knows of yet."""
 
 
 def join_job(job: JobEnv, options: RecoveryOptions, *, worker_id: int, world_size: int, is_elastic: bool) -> Member:
@@ -299,15 +306,16 @@ class RecoveryEngine:
         self._layout.preallocate()
         return self.member.wait_for_stops(stopped=stopped, snapshots=self.snapshots)
 
-    def end_entry(self, *, has_ended: bool, leaves: bool) -> None:
+    def end_entry(self, *, has_ended: bool, leaves: bool, disarms: bool = True) -> None:
         """End the entry.
 
         Args:
             has_ended: whether it has trained to its end, so that lost processes are no longer replaced.
             leaves: whether this process no longer takes part in recovery.
+            disarms: whether it has ended for all ranks, if for this one.
         """
         self.saved = None
-        if has_ended:
+        if has_ended and disarms:
             self.member.job_store.disarm()
         if leaves:
             self.member.leave()
@@ -324,25 +332,82 @@ class RecoveryEngine:
         self.member.job_store.set(self._left_key, b"1")
         failure = self.member.unrepaired_loss()
         if failure is not None:
-            self._restart_all(failure)
+            self.restart_left(failure)
 
     def restart_if_left(self, failure: FailureRecord) -> None:
-        """After a fault outside steps, restart all processes if another rank has left the entry."""
-        if self.member.job_store.try_get(self._left_key) is not None:
-            self._restart_all(failure)
+        """After a fault outside steps, restart all processes if another rank has left the entry for good."""
+        if self.member.job_store.try_get(self._left_key) is not None or self._has_any_departed():
+            self.restart_left(failure)
 
-    def _restart_all(self, failure: FailureRecord) -> None:
-        """Restart all processes after a fault that some ranks met in the entry, while others had left it.
+    def _has_any_departed(self) -> bool:
+        """Whether another rank has left the entry early, and lives on.
 
-        Does nothing if the body of a loop has raised: then the job ends.
+        A rank that has left by an exception which its loop knows of is about to end, or is ended once this fault is
+        noticed in `await_departures`; a rank that waits for it holds state. All others may have left by `break`.
+        """
+        job_store, holds_state = self.member.job_store, self.member.committed != NO_STATE
+
+        def departed() -> bool:
+            found = departures(job_store, self._entry).values()
+            return any(not (left.error and holds_state) for left in found)
+
+        return poll_until(departed, lambda is_any: not is_any, limit_s=_ENDING_S, every_s=self._poll_s)
+
+    def leave_early(self, committed: int, error: str, *, leaves: bool) -> None:
+        """End the entry on this rank alone, whose program has left it before its end.
+
+        Whether lost processes are still replaced depends on the other ranks: until all have left the entry, too, they
+        can go on with a replacement of this one.
+
+        Args:
+            committed: steps that it has committed.
+            error: first line of the exception that it was left by, with its class; empty if none is known.
+            leaves: whether this process no longer takes part in recovery.
         """
         member = self.member
-        if member.job_store.try_get_all([f"{RAISED_KEY}/{worker_id}" for worker_id in member.world.worker_ids]):
-            return
+        LeftLoop(
+            worker_id=member.worker_id,
+            incarnation=member.job.incarnation,
+            entry=self._entry,
+            committed=committed,
+            generation=member.generation,
+            error=error,
+        ).publish(member.job_store)
+        is_over = self._have_all_left()
+        self.end_entry(has_ended=True, leaves=leaves, disarms=is_over)
+        failure = None if is_over or error else member.unrepaired_loss()
+        if failure is not None:
+            self.restart_left(failure)
+
+    def _have_all_left(self) -> bool:
+        member = self.member
+        return have_all_left(member.job_store, self._entry, member.generation, member.world.worker_ids)
+
+    def _poll_s(self, waited_s: float) -> float:
+        return poll_interval_s(self.member.rank, self.member.world.size, waited_s)
+
+    def await_departures(self) -> FailureRecord | None:
+        """After `leave_early`, wait until all ranks have left the entry; returns a loss that they met in it, if any."""
+        failure: FailureRecord | None = None
+
+        def look() -> bool:
+            nonlocal failure
+            is_over = self._have_all_left()
+            failure = None if is_over else self.member.unrepaired_loss()
+            return is_over or failure is not None
+
+        self.member.activity = "waiting for the other ranks to leave the loop, too"
+        poll_until(look, bool, limit_s=math.inf, every_s=self._poll_s)
+        self.member.activity = BETWEEN_CALLS
+        return failure
+
+    def restart_left(self, failure: FailureRecord) -> NoReturn:
+        """Restart all processes after a fault that some ranks met in the entry, while others had left it."""
+        member = self.member
         is_kept = ended_entry(member.job_store, self._entry) is not None
         try:
             member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"), loses_steps=not is_kept)
-        finally:  # no agent has ended this process, and a loop that is left by `break` cannot raise
+        finally:  # no agent has ended this process, and a loop that is left cannot raise
             os._exit(1)
 
     @property

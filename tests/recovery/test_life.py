@@ -175,7 +175,19 @@ def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path
         pytest.param({"code": 1, "error": "NonFiniteError: no"}, Remedy.END, id="not finite"),
         pytest.param({"code": 1, "error": "RehearsalFailed: no"}, Remedy.END, id="rehearsal"),
         pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.RESTART_ALL, id="an error of the program"),
-        pytest.param({"code": 1, "error": "KeyError: no", "is_final": True}, Remedy.END, id="raised in a loop's body"),
+        pytest.param(
+            {"code": 1, "error": "KeyError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
+            Remedy.REPLACE,
+            id="raised in a loop's body",
+        ),
+        pytest.param(
+            {"code": 1, "error": "LoopError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
+            Remedy.END,
+            id="refused in a loop's body",
+        ),
+        pytest.param(
+            {"code": 1, "error": "KeyError: no", "has_left_loop": True}, Remedy.RESTART_ALL, id="raised by all ranks"
+        ),
         pytest.param({"code": -9, "can_all_start": False}, Remedy.END, id="another node has ended"),
         pytest.param({"code": -9, "is_needed": False}, Remedy.END, id="one that waited"),
         pytest.param({"code": -9, "may_restart": False}, Remedy.END, id="no restarts"),
