@@ -18,8 +18,8 @@ returns.
 """
 
 import logging
-import math
 import os
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -51,6 +51,7 @@ from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 from hyperpod_plugins.recovery.step import StepTransaction
 from hyperpod_plugins.recovery.stop_reports import ResumePoint
+from hyperpod_plugins.recovery.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
 _ENDING_S = 3.0
@@ -340,16 +341,15 @@ class RecoveryEngine:
             self.restart_left(failure)
 
     def _has_any_departed(self) -> bool:
-        """Whether another rank has left the entry early, and lives on.
+        """Whether another rank has left the entry early, and does not come back.
 
-        A rank that has left by an exception which its loop knows of is about to end, or is ended once this fault is
-        noticed in `await_departures`; a rank that waits for it holds state. All others may have left by `break`.
+        One that has left by an exception that its loop knows of is about to end, or notices this fault in
+        `await_departures`; a rank that has state can wait for its replacement.
         """
-        job_store, holds_state = self.member.job_store, self.member.committed != NO_STATE
+        job_store, has_state = self.member.job_store, self.member.committed != NO_STATE
 
         def departed() -> bool:
-            found = departures(job_store, self._entry).values()
-            return any(not (left.error and holds_state) for left in found)
+            return any(not (left.error and has_state) for left in departures(job_store, self._entry).values())
 
         return poll_until(departed, lambda is_any: not is_any, limit_s=_ENDING_S, every_s=self._poll_s)
 
@@ -387,19 +387,32 @@ class RecoveryEngine:
         return poll_interval_s(self.member.rank, self.member.world.size, waited_s)
 
     def await_departures(self) -> FailureRecord | None:
-        """After `leave_early`, wait until all ranks have left the entry; returns a loss that they met in it, if any."""
-        failure: FailureRecord | None = None
+        """After `leave_early`, wait until all ranks have left the entry.
 
-        def look() -> bool:
-            nonlocal failure
-            is_over = self._have_all_left()
-            failure = None if is_over else self.member.unrepaired_loss()
-            return is_over or failure is not None
+        Returns:
+            A loss that they met in it; or that they wait there for this rank, so that they will not leave it.
+        """
+        member = self.member
+        member.activity = "waiting for the other ranks to leave the loop, too"
+        began_s = time.monotonic()
+        while not self._have_all_left():
+            waited_s = time.monotonic() - began_s
+            failure = member.unrepaired_loss()
+            if failure is None and waited_s > member.hangs.floor_s and self._is_awaited():
+                cause = f"the other ranks wait in the loop for rank {member.rank}, which has left it"
+                failure = FailureRecord(kind="hang", cause=cause, worker_id=member.worker_id, reporter=cause)
+            if failure is not None:
+                return failure
+            time.sleep(self._poll_s(waited_s))
+        member.activity = BETWEEN_CALLS
+        return None
 
-        self.member.activity = "waiting for the other ranks to leave the loop, too"
-        poll_until(look, bool, limit_s=math.inf, every_s=self._poll_s)
-        self.member.activity = BETWEEN_CALLS
-        return failure
+    def _is_awaited(self) -> bool:
+        """Whether all ranks that have not left the entry have been in a collective for a long time."""
+        member = self.member
+        others = set(member.world.worker_ids) - departures(member.job_store, self._entry).keys()
+        heard = [Heartbeat.from_dict(each) for each in member.job_store.heartbeats(sorted(others)).values()]
+        return len(heard) == len(others) and all(each.waited_s > member.hangs.floor_s for each in heard)
 
     def restart_left(self, failure: FailureRecord) -> NoReturn:
         """Restart all processes after a fault that some ranks met in the entry, while others had left it."""

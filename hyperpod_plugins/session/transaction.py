@@ -1,5 +1,7 @@
 """Runs the steps of a loop: as `Transactions` in a job with recovery, and as `PlainSteps` otherwise."""
 
+import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -7,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
+from torch.distributed import DistError
 from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
+from hyperpod_plugins.elastic.process import program_end
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
@@ -242,6 +246,8 @@ class Transactions(PlainSteps):
         if not (error is None or isinstance(error, PeerLost) or (isinstance(error, SystemExit) and not error.code)):
             self._raised = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         self.has_left, self.must_await_others = engine.member.is_elastic, True
+        program_end.watch()
+        atexit.register(self._await_others_at_exit)
         engine.leave_early(self._trained.get_position().committed, self._raised, leaves=self.has_left)
 
     @override
@@ -249,14 +255,21 @@ class Transactions(PlainSteps):
         if not self.must_await_others:
             return
         failure = self._engine.await_departures()
-        if failure is not None and self._raised:
+        if failure is not None and (self._raised or failure.kind == "hang"):
+            how = f"by an exception that the program has caught ({self._raised})" if self._raised else "early"
             end_process(
-                f"the program has caught an exception that has left a loop on this rank ({self._raised}), and the "
-                f"other ranks, which are still there, have met a fault ({failure}). This process ends, to be replaced."
+                f"this rank has left a loop {how}, and others have not: {failure.cause}. This process ends, to be "
+                "replaced. A program must leave a loop on all ranks, or catch the exception inside of it."
             )
         if failure is not None:
             self._engine.restart_left(failure)
         self.must_await_others = False
+
+    def _await_others_at_exit(self) -> None:
+        """Do not let the program succeed while the other ranks wait for this one in the loop."""
+        if not program_end.has_failed:
+            with contextlib.suppress(DistError):  # the job has ended
+                self.await_others()
 
     @override
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
