@@ -1,5 +1,5 @@
-"""Process helpers: ending with the parent process, open-file limits, signal names, DNS resolver options, and the
-shared-memory folder where the workers of an agent's process keep their snapshots.
+"""Process helpers: ending with the parent process, how the program ends, open-file limits, signal names, DNS resolver
+options, and the shared-memory folder where the workers of an agent's process keep their snapshots.
 
 That folder outlives the workers and is removed when the agent's process exits. If the agent is killed before it can
 do so, the next agent that starts on the node removes the folder. It is owned by this user, with mode 0700.
@@ -13,8 +13,10 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 from functools import cache
 from pathlib import Path
+from types import TracebackType
 
 from hyperpod_plugins.env import SNAPSHOTS_VARIABLE, shared_memory_folder
 
@@ -47,6 +49,31 @@ def exit_with_agent(agent_pid: int) -> None:
         set_parent_death_signal(agent_pid)
     elif not Path(f"/proc/{agent_pid}").exists():
         raise SystemExit(f"the agent that started this worker (pid {agent_pid}) is gone, so the worker ends.")
+
+
+class ProgramEnd:
+    """How the program of this process ends, as far as functions that are called at exit can know."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        """Whether it has ended by an exception, or, under `hyperpodrun`, by `sys.exit` with another code than 0."""
+        self._is_watched = False
+
+    def watch(self) -> None:
+        """Note an uncaught exception from now on."""
+        if self._is_watched:
+            return
+        self._is_watched, call_before = True, sys.excepthook
+
+        def note(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+            self.has_failed = True
+            call_before(kind, error, at)
+
+        sys.excepthook = note
+
+
+program_end = ProgramEnd()
+"""Of this process."""
 
 
 def signal_name(number: int) -> str:

@@ -19,7 +19,9 @@ returns.
 
 import logging
 import os
+import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,11 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import find_world
+from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
-from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
+from hyperpod_plugins.elastic.store.left_loops import LeftLoop, departures, have_all_left
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import StateLost
@@ -38,6 +41,7 @@ from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
+from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
@@ -47,8 +51,12 @@ from hyperpod_plugins.recovery.snapshot_memory import shared_memory
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 from hyperpod_plugins.recovery.step import StepTransaction
 from hyperpod_plugins.recovery.stop_reports import ResumePoint
+from hyperpod_plugins.recovery.watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
+_ENDING_S = 3.0
+"""Longest wait for an agent to record that a process has ended, which has left its loop: it may have been left by an
+exception that nobody knows of yet."""
 
 
 def join_job(job: JobEnv, options: RecoveryOptions, *, worker_id: int, world_size: int, is_elastic: bool) -> Member:
@@ -299,15 +307,16 @@ class RecoveryEngine:
         self._layout.preallocate()
         return self.member.wait_for_stops(stopped=stopped, snapshots=self.snapshots)
 
-    def end_entry(self, *, has_ended: bool, leaves: bool) -> None:
+    def end_entry(self, *, has_ended: bool, leaves: bool, disarms: bool = True) -> None:
         """End the entry.
 
         Args:
             has_ended: whether it has trained to its end, so that lost processes are no longer replaced.
             leaves: whether this process no longer takes part in recovery.
+            disarms: whether it has ended for all ranks, if for this one.
         """
         self.saved = None
-        if has_ended:
+        if has_ended and disarms:
             self.member.job_store.disarm()
         if leaves:
             self.member.leave()
@@ -324,25 +333,94 @@ class RecoveryEngine:
         self.member.job_store.set(self._left_key, b"1")
         failure = self.member.unrepaired_loss()
         if failure is not None:
-            self._restart_all(failure)
+            self.restart_left(failure)
 
     def restart_if_left(self, failure: FailureRecord) -> None:
-        """After a fault outside steps, restart all processes if another rank has left the entry."""
-        if self.member.job_store.try_get(self._left_key) is not None:
-            self._restart_all(failure)
+        """After a fault outside steps, restart all processes if another rank has left the entry for good."""
+        if self.member.job_store.try_get(self._left_key) is not None or self._has_any_departed():
+            self.restart_left(failure)
 
-    def _restart_all(self, failure: FailureRecord) -> None:
-        """Restart all processes after a fault that some ranks met in the entry, while others had left it.
+    def _has_any_departed(self) -> bool:
+        """Whether another rank has left the entry early, and does not come back.
 
-        Does nothing if the body of a loop has raised: then the job ends.
+        One that has left by an exception that its loop knows of is about to end, or notices this fault in
+        `await_departures`; a rank that has state can wait for its replacement.
+        """
+        job_store, has_state = self.member.job_store, self.member.committed != NO_STATE
+
+        def departed() -> bool:
+            return any(not (left.error and has_state) for left in departures(job_store, self._entry).values())
+
+        return poll_until(departed, lambda is_any: not is_any, limit_s=_ENDING_S, every_s=self._poll_s)
+
+    def leave_early(self, committed: int, error: str, *, leaves: bool) -> None:
+        """End the entry on this rank alone, whose program has left it before its end.
+
+        Whether lost processes are still replaced depends on the other ranks: until all have left the entry, too, they
+        can go on with a replacement of this one.
+
+        Args:
+            committed: steps that it has committed.
+            error: first line of the exception that it was left by, with its class; empty if none is known.
+            leaves: whether this process no longer takes part in recovery.
         """
         member = self.member
-        if member.job_store.try_get_all([f"{RAISED_KEY}/{worker_id}" for worker_id in member.world.worker_ids]):
-            return
+        LeftLoop(
+            worker_id=member.worker_id,
+            incarnation=member.job.incarnation,
+            entry=self._entry,
+            committed=committed,
+            generation=member.generation,
+            error=error,
+        ).publish(member.job_store)
+        is_over = self._have_all_left()
+        self.end_entry(has_ended=True, leaves=leaves, disarms=is_over)
+        failure = None if is_over or error else member.unrepaired_loss()
+        if failure is not None:
+            self.restart_left(failure)
+
+    def _have_all_left(self) -> bool:
+        member = self.member
+        return have_all_left(member.job_store, self._entry, member.generation, member.world.worker_ids)
+
+    def _poll_s(self, waited_s: float) -> float:
+        return poll_interval_s(self.member.rank, self.member.world.size, waited_s)
+
+    def await_departures(self) -> FailureRecord | None:
+        """After `leave_early`, wait until all ranks have left the entry.
+
+        Returns:
+            A loss that they met in it; or that they wait there for this rank, so that they will not leave it.
+        """
+        member = self.member
+        member.activity = "waiting for the other ranks to leave the loop, too"
+        began_s = time.monotonic()
+        while not self._have_all_left():
+            waited_s = time.monotonic() - began_s
+            failure = member.unrepaired_loss()
+            if failure is None and waited_s > member.hangs.floor_s and self._is_awaited():
+                cause = f"the other ranks wait in the loop for rank {member.rank}, which has left it"
+                failure = FailureRecord(kind="hang", cause=cause, worker_id=member.worker_id, reporter=cause)
+            if failure is not None:
+                return failure
+            time.sleep(self._poll_s(waited_s))
+        member.activity = BETWEEN_CALLS
+        return None
+
+    def _is_awaited(self) -> bool:
+        """Whether all ranks that have not left the entry have been in a collective for a long time."""
+        member = self.member
+        others = set(member.world.worker_ids) - departures(member.job_store, self._entry).keys()
+        heard = [Heartbeat.from_dict(each) for each in member.job_store.heartbeats(sorted(others)).values()]
+        return len(heard) == len(others) and all(each.waited_s > member.hangs.floor_s for each in heard)
+
+    def restart_left(self, failure: FailureRecord) -> NoReturn:
+        """Restart all processes after a fault that some ranks met in the entry, while others had left it."""
+        member = self.member
         is_kept = ended_entry(member.job_store, self._entry) is not None
         try:
             member.restart_all(StateLost(f"{failure}. Other ranks have left the loop already"), loses_steps=not is_kept)
-        finally:  # no agent has ended this process, and a loop that is left by `break` cannot raise
+        finally:  # no agent has ended this process, and a loop that is left cannot raise
             os._exit(1)
 
     @property

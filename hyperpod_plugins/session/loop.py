@@ -7,14 +7,13 @@ stopped: before a step, or in the rest of the last step's body, which is then re
 """
 
 import logging
-import os
-import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
-from hyperpod_plugins.session.transaction import PlainSteps, ends_only_this_process
+from hyperpod_plugins.session.transaction import PlainSteps, end_process
 
 log = logging.getLogger(__name__)
 
@@ -272,18 +271,6 @@ _OF_LOST_WORKERS = (RuntimeError, OSError, EOFError)
 _DATALOADER = "torch.utils.data.dataloader"
 
 
-def _end_process(why: str) -> NoReturn:
-    """End a process in the middle of its loop, so that it is replaced as one that was killed.
-
-    The program would go on as if the loop had ended. Nothing can be raised here: the generator is being closed.
-    """
-    log.error("%s", why)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
 def has_lost_loader_worker(error: BaseException | None) -> bool:
     """Whether torch has raised this because a worker process of a DataLoader has ended.
 
@@ -360,37 +347,33 @@ class Loop:
             resumed_from: checkpoint of that position, if all processes were restarted from it; otherwise empty.
             at_end: called on all ranks after the last step; a rank that is lost meanwhile is replaced.
         """
-        is_over, raised, is_left = True, None, False
         self._trained.get_position = lambda: self._position  # not before: perhaps an earlier loop has not ended yet
         self.guard.open()
-        try:
+        with ExitStack() as stack:
+            stack.push(self._leave)
             yield from self._run(begins_at, resumed_from, at_end)
-            is_left = True
-        except GeneratorExit:  # the program has left the loop, or its body has raised
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the loop, which has run to its end, or was left: by its data loading, or by the program.
+
+        If the program has left it, only an exception of the block `with step:` is known here. One that was raised
+        outside of the block looks like `break`, and whether the program catches it is not known in either case.
+        """
+        if isinstance(error, GeneratorExit):
             if self._step is not None and self._step.was_interrupted:
-                _end_process(_LEFT_EARLY)
+                end_process(_LEFT_EARLY)
             error = None if self._step is None else self._step.error
-            self._end_if_worker_was_lost(error)
-            is_over, is_left = not ends_only_this_process(error), error is None
-            raised = error if is_over and not isinstance(error, PeerLost) else None
-            raise
-        except _OF_LOST_WORKERS as error:
-            self._end_if_worker_was_lost(error)
-            is_over = not ends_only_this_process(error)
-            raise
-        except SystemExit as error:
-            is_over = not ends_only_this_process(error)
-            raise
-        finally:
-            self.guard.close()
-            self.transactions.leave(is_over=is_over, error=raised)
-            if is_left:
-                self.transactions.check_left()
+        self._end_if_worker_was_lost(error)
+        self.guard.close()
+        if kind is None:
+            self.transactions.leave()
+        else:
+            self.transactions.leave_early(error)
 
     def _end_if_worker_was_lost(self, error: BaseException | None) -> None:
         if self.has_recovery and has_lost_loader_worker(error):
             cause = f"a worker process of a DataLoader was lost ({type(error).__name__}: {str(error).strip()})"
-            _end_process(f"{cause}. This process ends, to be replaced, and the other ranks continue.")
+            end_process(f"{cause}. This process ends, to be replaced, and the other ranks continue.")
 
     def _run(self, begins_at: Position, resumed_from: str, at_end: Callable[[], object]) -> Iterator[Step]:
         transactions = self.transactions

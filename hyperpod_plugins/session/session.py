@@ -3,6 +3,7 @@
 import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ class Session:
         self._finite: FiniteCheck | None = None
         self._transactions: PlainSteps | None = None
         self._begins_at = Position()
+        self._left = PlainSteps()
+        """The steps of the last loop that was left."""
         self._num_agreed = 0
         self._entries = Entries()
         self._worker_id = env.global_rank
@@ -614,6 +617,7 @@ class Session:
 
     def _run(self, loop: Loop, trained: TrainedState, transactions: PlainSteps) -> Iterator[Step]:
         """Yield the steps of a loop, or none if it ended before a restart; with recovery, the loop is an entry."""
+        self._left.await_others()
         if transactions.has_left:  # at the end of an earlier loop, since `steps` was called
             transactions = loop.transactions = PlainSteps()
         begins_at, self._begins_at = self._begins_at, Position()
@@ -623,7 +627,8 @@ class Session:
             return
         entries, is_over = self._entries, False
         entries.member = member = transactions.member
-        with entries.enter(job, "steps") as record:
+        with ExitStack() as stack, entries.enter(job, "steps") as record:
+            stack.callback(self._refuse_to_meet_others, transactions)
             resumed_from = entries.resume_from("steps")
             if record is not None:
                 self._restore_ended(trained)
@@ -641,6 +646,17 @@ class Session:
                     self._transactions = PlainSteps()
                 if not is_over:
                     entries.mark_not_kept("its loop was left early")
+
+    def _refuse_to_meet_others(self, transactions: PlainSteps) -> None:
+        """After a loop that this rank has left early, wait for the other ranks before the next collective."""
+        self._left = transactions
+        if transactions.must_await_others and group_health.phase is not Phase.DETACHED:
+
+            def wait() -> None:
+                transactions.await_others()
+                group_health.allow_collectives()
+
+            group_health.forbid_collectives("other ranks are still in the loop that this rank has left", wait)
 
     def _batch_of(self, micro_batch_size: int) -> StepBatch:
         """The batch of a step in any world.

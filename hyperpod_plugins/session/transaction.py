@@ -1,16 +1,22 @@
 """Runs the steps of a loop: as `Transactions` in a job with recovery, and as `PlainSteps` otherwise."""
 
+import atexit
+import contextlib
+import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+from torch.distributed import DistError
 from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.store.job_store import RAISED_KEY
+from hyperpod_plugins.elastic.process import program_end
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
@@ -23,14 +29,28 @@ from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def end_process(why: str) -> NoReturn:
+    """End a process in the middle of its loop, so that it is replaced as one that was killed.
+
+    Used where an exception would not end it: the program might catch it, or a generator is being closed.
+    """
+    log.error("%s", why)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def ends_only_this_process(error: BaseException | None) -> bool:
     """Whether this error ends only this process: the job continues in a smaller world, or with a replacement.
 
-    Any other error is a mistake of the program, and ends the job.
+    After any other error the process leaves its loop, and what follows depends on the program: whether it catches the
+    error, and whether the other ranks leave the loop, too.
     """
     return isinstance(error, RecoveryError | DeviceHung) or (isinstance(error, SystemExit) and error.code == NOT_NEEDED)
 
@@ -78,17 +98,29 @@ class PlainSteps:
     def arm(self) -> None:
         """Have lost processes replaced from now on, and then let the job change its size."""
 
-    def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
-        """End the loop: take no part in recovery until the next one, or for good if the job is elastic.
+    must_await_others = False
+    """Whether the other ranks may still be in the loop, which this one has left early."""
 
-        Args:
-            is_over: whether the loop has ended for all ranks, so that lost processes are not replaced until the next
-                one. If not, only this process leaves for good, and the others continue without it.
-            error: raised by the loop's body; this process and the job end with it.
+    def leave(self) -> None:
+        """End the loop after its last step: take no part in recovery until the next, or for good if the job is elastic.
+
+        Lost processes are not replaced until the next loop. If a rank was lost in this one, where the others wait for
+        this process, all processes restart.
         """
 
-    def check_left(self) -> None:
-        """After `leave`, restart all processes if a rank was lost in the loop: the others wait there for this one."""
+    def leave_early(self, error: BaseException | None) -> None:
+        """End the loop on this rank alone: the program has left it before its end.
+
+        Args:
+            error: that the loop was left by, as far as it is known; None for `break`, too.
+        """
+
+    def await_others(self) -> None:
+        """After `leave_early`, before the first collective: wait until all other ranks have left the loop, too.
+
+        Otherwise the collectives of this rank would meet those of the others in their steps. Does not return if they
+        lose a rank in the loop: then this process ends, or all restart.
+        """
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""
@@ -151,6 +183,8 @@ class Transactions(PlainSteps):
         self._trained = trained
         self._engine = RecoveryEngine(member, options, repairs, on_repair=self._repaired)
         self._is_complete = True
+        self._raised = ""
+        """First line of the exception that has left the present loop; empty if none is known."""
 
     @property
     @override
@@ -175,7 +209,7 @@ class Transactions(PlainSteps):
     @override
     def enter(self, entry: int, *, training_index: int, is_complete: bool) -> None:
         engine = self._engine
-        self._is_complete = is_complete
+        self._is_complete, self._raised, self.must_await_others = is_complete, "", False
         engine.begin_entry(entry, training_index=training_index, is_complete=is_complete)
         engine.member.collectives.end_set_up()
         self._attach()
@@ -197,17 +231,45 @@ class Transactions(PlainSteps):
                 publish_elastic_spec(job_store, self.elastic_spec)
 
     @override
-    def leave(self, *, is_over: bool, error: BaseException | None = None) -> None:
-        engine, member = self._engine, self._engine.member
-        if error is not None:
-            text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-            member.job_store.set(f"{RAISED_KEY}/{member.worker_id}", text.encode(errors="replace"))
-        self.has_left = member.is_elastic or not is_over
-        engine.end_entry(has_ended=is_over, leaves=self.has_left)
+    def leave(self) -> None:
+        self.has_left = self._engine.member.is_elastic
+        self._engine.end_entry(has_ended=True, leaves=self.has_left)
+        self._engine.check_left()
 
     @override
-    def check_left(self) -> None:
-        self._engine.check_left()
+    def leave_early(self, error: BaseException | None) -> None:
+        engine = self._engine
+        if ends_only_this_process(error):
+            self.has_left = True
+            engine.end_entry(has_ended=False, leaves=True)
+            return
+        if not (error is None or isinstance(error, PeerLost) or (isinstance(error, SystemExit) and not error.code)):
+            self._raised = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        self.has_left, self.must_await_others = engine.member.is_elastic, True
+        program_end.watch()
+        atexit.register(self._await_others_at_exit)
+        engine.leave_early(self._trained.get_position().committed, self._raised, leaves=self.has_left)
+
+    @override
+    def await_others(self) -> None:
+        if not self.must_await_others:
+            return
+        failure = self._engine.await_departures()
+        if failure is not None and (self._raised or failure.kind == "hang"):
+            how = f"by an exception that the program has caught ({self._raised})" if self._raised else "early"
+            end_process(
+                f"this rank has left a loop {how}, and others have not: {failure.cause}. This process ends, to be "
+                "replaced. A program must leave a loop on all ranks, or catch the exception inside of it."
+            )
+        if failure is not None:
+            self._engine.restart_left(failure)
+        self.must_await_others = False
+
+    def _await_others_at_exit(self) -> None:
+        """Do not let the program succeed while the other ranks wait for this one in the loop."""
+        if not program_end.has_failed:
+            with contextlib.suppress(DistError):  # the job has ended
+                self.await_others()
 
     @override
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
@@ -236,6 +298,7 @@ class Transactions(PlainSteps):
 
     @override
     def await_peers_position(self) -> Position:
+        self._engine.restart_if_left(self._engine.member.end_generation())
         resume_point = self._engine.wait_for_peers("waiting for the state of the loop")
         position = replace(Position.from_bytes(resume_point.trainer), is_begun=False)
         return self._set_entry(position, resume_point.step)

@@ -41,6 +41,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
     restart_from_newest,
 )
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
+from hyperpod_plugins.elastic.store.left_loops import LeftLoop, departures, have_all_left
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -175,7 +176,19 @@ def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path
         pytest.param({"code": 1, "error": "NonFiniteError: no"}, Remedy.END, id="not finite"),
         pytest.param({"code": 1, "error": "RehearsalFailed: no"}, Remedy.END, id="rehearsal"),
         pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.RESTART_ALL, id="an error of the program"),
-        pytest.param({"code": 1, "error": "KeyError: no", "is_final": True}, Remedy.END, id="raised in a loop's body"),
+        pytest.param(
+            {"code": 1, "error": "KeyError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
+            Remedy.REPLACE,
+            id="raised in a loop's body",
+        ),
+        pytest.param(
+            {"code": 1, "error": "LoopError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
+            Remedy.END,
+            id="refused in a loop's body",
+        ),
+        pytest.param(
+            {"code": 1, "error": "KeyError: no", "has_left_loop": True}, Remedy.RESTART_ALL, id="raised by all ranks"
+        ),
         pytest.param({"code": -9, "can_all_start": False}, Remedy.END, id="another node has ended"),
         pytest.param({"code": -9, "is_needed": False}, Remedy.END, id="one that waited"),
         pytest.param({"code": -9, "may_restart": False}, Remedy.END, id="no restarts"),
@@ -211,6 +224,40 @@ def test_restarts_are_counted_by_place():
     ]:
         restart = JobRestart(failure=LOST, entry=entry, step=step, is_own_fault=is_own)
         assert (budget.why_not_restart(restart) is not None) is is_refused, (entry, step)
+
+
+def test_loops_that_were_left():
+    job_store = JobStore.from_store("job", HashStore())
+    of = {"entry": 1, "committed": 4, "generation": 2}
+    first, second = (LeftLoop(worker_id=each, incarnation=0, **of) for each in (0, 1))
+    assert departures(job_store, 1) == {}
+    first.publish(job_store)
+    assert departures(job_store, 1) == {0: first}
+    assert not have_all_left(job_store, 1, 2, [0, 1])
+    assert job_store.next_incarnation(0) == 1  # the process has ended, and is replaced
+    assert departures(job_store, 1) == {}
+    assert LeftLoop.of_process(job_store, 0, 0) == first
+    assert LeftLoop.of_process(job_store, 0, 1) is None
+    second.publish(job_store)
+    assert have_all_left(job_store, 1, 2, [0, 1])  # all that were part of that generation
+    assert not have_all_left(job_store, 1, 3, [0, 1])
+    assert not have_all_left(job_store, 0, 2, [0, 1])
+    assert departures(job_store, 1) == {1: second}
+
+
+def test_attempts_at_one_place_of_a_loop():
+    """Processes that raise at once count as one; a replacement that raises before it joins is of no generation."""
+    job_store = JobStore.from_store("job", HashStore())
+    for worker_id, generation, committed, number in [
+        (0, 0, 4, 1),
+        (1, 0, 4, 1),
+        (1, 3, 4, 2),
+        (1, 4, 5, 1),
+        (0, 3, 4, 2),
+        (0, 0, 4, 3),
+    ]:
+        left = LeftLoop(worker_id=worker_id, incarnation=0, entry=0, committed=committed, generation=generation)
+        assert left.count_attempts(job_store) == number, (worker_id, generation, committed)
 
 
 def test_a_restart_goes_on_past_what_has_ended(tmp_path):

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "recovery"))
 import numpy as np
 import torch
 import torch.distributed as dist
-from faults import Faults
+from faults import Faults, Transient
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -343,6 +343,61 @@ def breaks():
                     await_replacement()
                 break
     finish(session, net)
+
+
+class Read(TensorDataset):
+    """It may raise where a sample is read."""
+
+    def __getitem__(self, index):
+        faults.at("sample", index)
+        return super().__getitem__(index)
+
+
+def raises():
+    """Exceptions anywhere but in `step.run`."""
+    session, net, loader = make(hybrid_shard_degree=2, recovery=RecoveryOptions(**OPTIONS))
+    total = Total()
+    session.register_rank_local("total", total)
+    session.state["losses"] = []
+    for step in session.steps(DataLoader(Read(*loader.dataset.tensors), batch_size=2), epochs=2):
+        faults.at("before", step.index)
+        with step:
+
+            def loss_of(batch):
+                total.value += float(batch[0].sum())
+                return (net(batch[0]) - batch[0]).square().mean()
+
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            faults.at("committed", step.index)
+            dist.all_reduce(loss)
+            session.state["losses"].append(float(loss))
+            faults.at("between", step.index)
+        faults.at("after", step.index)
+    finish(session, net, total=total.value, program=dict(session.state))
+
+
+class TrainedEnough(Exception):
+    pass
+
+
+def catches():
+    """It leaves the loop by exceptions that it catches: on all ranks at step 7, and where there is a fault."""
+    session, net, loader = make(hybrid_shard_degree=1, recovery=RecoveryOptions(hang_timeout_s=2.0))
+    try:
+        for step in session.steps(loader, epochs=2):
+            faults.at("before", step.index)
+            with step:
+                step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+                faults.at("committed", step.index)
+                if step.index == 7:
+                    time.sleep(session.rank)
+                    raise TrainedEnough
+    except (TrainedEnough, Transient):
+        print(f"rank {session.rank} catches it", flush=True)
+    sums = torch.ones(1)
+    dist.all_reduce(sums)  # it must not meet a collective of a rank that is still in the loop
+    finish(session, net, sums=float(sums))
 
 
 def ends():

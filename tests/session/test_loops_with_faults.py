@@ -218,6 +218,34 @@ def test_a_rank_that_is_lost_before_the_others_leave_the_loop_by_break(tmp_path)
     assert_equal(wanted, found, 2)
 
 
+def test_exceptions_outside_of_the_step_end_one_process_each(tmp_path):
+    faults = [
+        ["before", 2, 1, "raise"],
+        ["begun", 4, 2, "raise"],
+        ["sample", 50, -1, "raise"],
+        ["committed", 10, 3, "raise"],
+        ["between", 13, 0, "raise"],
+        ["after", 16, 1, "raise"],
+    ]
+    wanted, found = run(tmp_path / "wanted", "raises"), run(tmp_path / "found", "raises", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+    assert found.output.count("takes its place") == len(faults)
+    assert "start again" not in found.output
+
+
+def test_a_loop_that_is_left_by_an_exception_that_the_program_catches(tmp_path):
+    """All ranks may do so, as with `break`. A rank that does so alone is replaced: the others wait for it."""
+    faults = [["committed", 3, 1, "raise"], ["before", 5, 0, "raise"]]
+    wanted = run(tmp_path / "wanted", "catches", num_ranks=2)
+    found = run(tmp_path / "found", "catches", faults, num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 2), found.output[-6000:]
+    assert_equal(wanted, found, 2)
+    assert "takes its place" not in wanted.output
+    assert found.output.count("takes its place") == 2
+    assert "start again" not in found.output
+
+
 def test_ranks_that_are_lost_while_the_state_after_a_loop_is_kept(tmp_path):
     """No step runs twice, whatever has been written by then."""
     wanted = run(tmp_path / "wanted", "ends", num_ranks=2)

@@ -31,11 +31,13 @@ def test_all_ranks_stop(tmp_path):
     assert list(tmp_path.glob("*.pt")) == []
 
 
-def test_an_exception_of_the_body_ends_the_job_at_once(tmp_path):
+def test_an_exception_that_each_process_raises_at_one_place_of_the_body_ends_the_job(tmp_path):
     done = run("raise", tmp_path)
     told = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "KeyError: 'a mistake in the body'" in told
+    assert told.count("another process takes its place") == 2
+    assert "step 3 of its loop has failed in 3 attempts, the last time with KeyError: 'a mistake in the body'" in told
+    assert "KeyError: 'a mistake in the body'" in told[told.index("Rank 1 failed first") :]
     assert "start again" not in told
 
 

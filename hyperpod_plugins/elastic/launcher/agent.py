@@ -58,7 +58,8 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED, record_worker_exit
 from hyperpod_plugins.elastic.store.entry_records import restart_from_newest
-from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RAISED_KEY, RESTART_KEY, JobStore
+from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, JobStore
+from hyperpod_plugins.elastic.store.left_loops import LeftLoop
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 logger = get_logger(__name__)
@@ -333,9 +334,11 @@ class WorkerExits:
         is_taken_over = node.job_store.incarnation(slot.worker_id) != failure.incarnation + 1
         if is_taken_over or node.state is AgentState.DRAINING:
             return
-        loss = self._look(slot, code)
+        left = LeftLoop.of_process(node.job_store, slot.worker_id, slot.incarnation)
+        loss = self._look(slot, code, left)
         budget = self._budgets.setdefault(slot.worker_id, RestartBudget(self._policy))
-        remedy, why = loss.decide(budget.why_not_replace(loss, slot.uptime_s, time.monotonic()))
+        why_not = budget.why_not_replace(loss, slot.uptime_s, time.monotonic())
+        remedy, why = loss.decide(self._why_not_again(loss, left) or why_not)
         if remedy is Remedy.REPLACE:
             self._replace(slot, code, failure)
         elif remedy is Remedy.RESTART_ALL:
@@ -363,18 +366,27 @@ class WorkerExits:
         self._generation = record_worker_exit(self._node.job_store, failure, self._generation)
         return failure
 
-    def _look(self, slot: WorkerSlot, code: int) -> WorkerExit:
+    def _why_not_again(self, loss: WorkerExit, left: LeftLoop | None) -> str | None:
+        """Why the body of a loop is not run again in another process: it fails each time at the same place."""
+        if left is None or not loss.is_own_fault:
+            return None
+        number = left.count_attempts(self._node.job_store)
+        if number < self._policy.max_attempts:
+            return None
+        error = loss.error or left.error or f"exit code {loss.code}"
+        return f"step {left.committed} of its loop has failed in {number} attempts, the last time with {error}"
+
+    def _look(self, slot: WorkerSlot, code: int, left: LeftLoop | None) -> WorkerExit:
         node, job_store, worker_id = self._node, self._node.job_store, slot.worker_id
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
-        raised = job_store.try_get(f"{RAISED_KEY}/{worker_id}") if error else None
         node.uses_recovery |= uses_recovery(job_store)
         world = world_or_none(job_store)
         others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
         return WorkerExit(
             code=code,
             error=error,
-            is_final=raised is not None and raised.decode(errors="replace") == error,
+            has_left_loop=left is not None,
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
             uses_recovery=node.uses_recovery,

@@ -15,6 +15,7 @@ from typing import Literal
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hyperpod_plugins.elastic.launcher.fork_client import SpawnRequest
+from hyperpod_plugins.elastic.process import program_end
 
 
 def exec_program(start: SpawnRequest, mask: Iterable[int]) -> None:
@@ -110,6 +111,8 @@ class _Reporting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> Literal[False]:
+        if isinstance(error, SystemExit) and error.code:
+            program_end.has_failed = True
         if kind is None or error is None or not isinstance(error, Exception):
             return False
         ours = {__file__, runpy.run_module.__code__.co_filename}

@@ -44,6 +44,8 @@ class RestartPolicy:
     start."""
     early_s: float = 60.0
     """Seconds after its start in which a fault counts as early."""
+    max_attempts: int = 3
+    """Attempts at one step's body of a loop that may end with an exception before it counts as a bug in the program."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -104,8 +106,8 @@ class WorkerExit:
     """Exit code, or the negative number of the signal that killed it."""
     error: str = ""
     """First line of the exception that ended it, with its class; empty if unknown."""
-    is_final: bool = False
-    """Whether the process recorded, as it left a training loop, that it ends with this error."""
+    has_left_loop: bool = False
+    """Whether the process recorded that it left a loop of the program early: by an exception, or by `break`."""
     is_armed: bool
     """Whether the other members can take in a replacement."""
     has_begun: bool
@@ -133,15 +135,21 @@ class WorkerExit:
         return (self.code > 0 and not is_of_peer(self.error)) or self.code in _OWN_FAULTS
 
     @property
+    def _is_refusal(self) -> bool:
+        return self.error.partition(":")[0] in _REFUSALS
+
+    @property
     def remedy(self) -> Remedy:
         """What to do by the kind of failure alone; see `decide`."""
         if self.code in (GAVE_UP, NOT_NEEDED):
             return Remedy.REPLACE  # `RestartBudget` handles both codes
+        if self.has_left_loop and self._is_refusal:
+            return Remedy.END  # another process would fail the same way
         if self.is_armed and (self.has_begun or self.code < 0):
             return Remedy.REPLACE
         if not self.uses_recovery:
             return Remedy.END  # without recovery the program would redo everything and overwrite its output
-        if self.is_final or self.error.partition(":")[0] in _REFUSALS:
+        if self._is_refusal:
             return Remedy.END  # a restart would fail the same way
         can_start_again = self.is_needed and self.can_all_start and self.may_restart
         return Remedy.RESTART_ALL if can_start_again else Remedy.END
@@ -164,6 +172,8 @@ class WorkerExit:
     def _why_not_replace(self, over_budget: str | None) -> str | None:
         if self.given_up is not None:
             return f"the job has given up: {self.given_up}"
+        if self.remedy is Remedy.END and self.has_left_loop and self._is_refusal:
+            return "another process would fail in the same way"
         if self.remedy is Remedy.END and self.code > 0 and self.uses_recovery:
             return "it failed on its own outside of the program's steps"
         if not self.is_armed:

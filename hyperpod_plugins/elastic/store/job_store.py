@@ -85,9 +85,6 @@ def present_keys(store: Store, keys: Sequence[str]) -> list[str]:
 
 BEGUN_KEY = "begun"
 """Name of the value that a member sets when its first step begins."""
-RAISED_KEY = "raised"
-"""Name (`raised/WORKER_ID`) of the value that a member sets when the body of its training loop raises: class and
-first line of the exception."""
 _ARMED_KEY, _ARMED, _DISARMED, _TOO_LATE = "value/armed", "1", "over", "0"
 _KILLS = "kills"
 _REPLACED = "replaced"
