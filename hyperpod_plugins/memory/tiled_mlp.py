@@ -12,6 +12,7 @@ nor a step, which may be compiled.
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.memory.chunked_loss import derived_class
+from hyperpod_plugins.memory.block_calls import derived_class
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 _NUM_TILES = "_hyperpod_num_tiles"
@@ -87,9 +88,13 @@ def tile_mlps(
 
 
 def _tile(mlp: nn.Module, num_tiles: int) -> None:
-    """Give a module a class of its own whose `forward` tiles, so that copies of the module do so with their weights."""
-    kind = type(mlp)
+    """Give a module a class whose `forward` tiles, so that copies of the module do so with their weights."""
+    mlp.__class__ = _tiling_class(type(mlp))
+    vars(mlp)[_NUM_TILES] = num_tiles
 
+
+@cache
+def _tiling_class(kind: type[nn.Module]) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or hidden.dim() < 2 or hidden.shape[-2] < 2:
@@ -103,8 +108,7 @@ def _tile(mlp: nn.Module, num_tiles: int) -> None:
         tiles = hidden.chunk(vars(self)[_NUM_TILES], dim=-2)
         return torch.cat([checkpoint(compute, tile, use_reentrant=False) for tile in tiles], dim=-2)
 
-    mlp.__class__ = derived_class(kind, {"forward": forward})
-    vars(mlp)[_NUM_TILES] = num_tiles
+    return derived_class(kind, {"forward": forward})
 
 
 class _Forward(nn.Module):
