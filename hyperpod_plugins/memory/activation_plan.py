@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hyperpod_plugins.memory.block_calls import surround
 from hyperpod_plugins.memory.recompute import is_in_backward, set_recomputed
 
 log = logging.getLogger(__name__)
@@ -220,8 +221,7 @@ class AutomaticPlan:
         """
         self._num_blocks = len(blocks)
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._begin, index), prepend=True, with_kwargs=True)
-            block.register_forward_hook(partial(self._end, index), always_call=True)
+            surround(block, partial(self._begin, index), partial(self._end, index))
         if self._memory is None:
             _tell(f"activation_offload='auto': blocks are computed again; the device ({self._device}) is the host")
         else:

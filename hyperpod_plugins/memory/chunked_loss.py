@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.block_calls import derived_class
 
 CAUSAL_LOSS = "ForCausalLM"
 """Name by which transformers knows the loss of causal language models."""
@@ -181,16 +182,6 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
         return LogitsNotComputed(hidden) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
 
     head.__class__ = derived_class(of_head, {"__call__": call})
-
-
-def derived_class(kind: type, members: dict[str, Any]) -> type:
-    """A class of the same name, for one object.
-
-    Python looks `__call__` up in the class, and copies of an object share it.
-
-    Hooks of a head, such as those of tensor parallelism, run when it is called for a chunk.
-    """
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
 
 
 def _loss_of(

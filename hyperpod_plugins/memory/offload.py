@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.block_calls import is_in_checkpoint, leave_out_of_graphs, surround
 from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 
@@ -253,6 +254,7 @@ class ActivationOffload:
         self._device_type = device.type
         self._min_bytes = min_bytes or MIN_BYTES
         self._goes_to_host = goes_to_host
+        self._seen = set[int]()  # indices of blocks that have begun with gradients
         self._num_begun = 0  # blocks since the last one that offloads
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
@@ -264,16 +266,26 @@ class ActivationOffload:
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Offload the inputs of blocks. Call it after they are set up for recomputation, before they are sharded.
 
+        The first forward or backward raises `ConfigError` for a block that the model calls within a checkpoint of its
+        own, which the offload cannot surround.
+
         Args:
             blocks: In the order in which the model runs them.
         """
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._begin, index, block is blocks[-1]), prepend=True)
-            block.register_forward_hook(self._end, always_call=True)
+            surround(block, partial(self._begin, index, block is blocks[-1]), self._end)
+            leave_out_of_graphs(block)
 
-    def _begin(self, index: int, is_last: bool, block: nn.Module, _: object) -> None:
-        if is_in_backward() or not torch.is_grad_enabled():
-            return  # a recomputation, or an evaluation
+    def _begin(self, index: int, is_last: bool, block: nn.Module, _: object, __: object) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation
+        if is_in_backward():
+            if index not in self._seen:
+                raise _within_checkpoint(block)  # a reentrant one, whose forward has no gradients
+            return  # a recomputation
+        if is_in_checkpoint():
+            raise _within_checkpoint(block)
+        self._seen.add(index)
         call = _Call(is_last) if self._goes_to_host is None or self._goes_to_host(index) else None
         with self._lock:
             self._num_begun = self._num_begun + 1 if call is None else 0
@@ -371,6 +383,14 @@ class _Layout:
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+
+def _within_checkpoint(block: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"{type(block).__name__} is called within a checkpoint function of its model, and what that keeps cannot be "
+        "offloaded. Switch the model's own checkpointing off, and leave recomputation to activation_offload; "
+        "or let the block call the checkpoint function in its forward."
+    )
 
 
 def _check_version(tensor: Tensor, version: int) -> None:

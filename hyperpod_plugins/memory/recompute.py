@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.block_calls import leave_out_of_graphs
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -64,6 +65,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
         checkpoint(block, preserve_rng_state=True, **options)
         block.register_forward_pre_hook(buffers.put, with_kwargs=True)
         block.register_forward_hook(buffers.end, always_call=True)
+        leave_out_of_graphs(block)
 
 
 def set_recomputed(block: nn.Module, is_recomputed: bool) -> None:

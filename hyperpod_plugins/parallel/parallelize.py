@@ -91,6 +91,8 @@ def parallelize(
     if config.precision == "bf16-true":
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
+    if config.mlp_tiles > 1:
+        tile_mlps(model, config.mlp_tiles, device=torch.device(mesh.device_type))  # it computes without other ranks
     shard_tensors(model, mesh["tensor"], plan, config)
     split_contexts(model, config, mesh["shard"].size())
     use_float8(model, config, torch.device(mesh.device_type))
@@ -263,7 +265,7 @@ def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) 
 def save_activation_memory(
     model: nn.Module, config: ParallelConfig, device: torch.device, pool: HostPool | None = None
 ) -> ActivationOffload | None:
-    """Apply recomputation, offload, chunked loss and tiled MLPs of `config` to a model that is not sharded yet.
+    """Apply recomputation, offload and chunked loss of `config` to a model that is not sharded yet.
 
     Args:
         model: in place.
@@ -275,12 +277,10 @@ def save_activation_memory(
         The offload; None without.
 
     Raises:
-        ConfigError: the model has no blocks, or checkpoints activations itself; see also `chunk_loss` and `tile_mlps`.
+        ConfigError: the model has no blocks, or checkpoints activations itself; see also `chunk_loss`.
     """
     if config.loss_chunks > 1:
         chunk_loss(_language_model(model), config.loss_chunks)
-    if config.mlp_tiles > 1:
-        tile_mlps(model, config.mlp_tiles)
     is_offloaded, kind = config.sm_activation_offloading, config.activation_checkpointing
     if kind == "none" and not is_offloaded:
         return None

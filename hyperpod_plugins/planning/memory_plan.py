@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
-from hyperpod_plugins.memory.tiled_mlp import skip_trials
+from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
@@ -355,8 +355,9 @@ def _track_step(
         twin = _fake_twin(model, None if config.precision == "32-true" else torch.bfloat16)
         _split_as_one_rank(twin, config)
         _leave_masks_out(twin)
+        if options.mlp_tiles > 1:
+            tile_mlps(twin, options.mlp_tiles, is_tried=False)
         offload = save_activation_memory(twin, options, cpu, UncountedPool(cpu, tracker))
-        skip_trials(twin)
         for parameter in twin.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         kept = [*twin.parameters(), *twin.buffers()]

@@ -1,15 +1,20 @@
 """Prefetching offload of the inputs of checkpointed blocks, against recomputation alone: the same bits, less memory."""
 
 import gc
+import sys
+import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
 from hyperpod_plugins.memory.host_pool import parse_cpu_list
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 32, 64
@@ -27,9 +32,21 @@ class Block(nn.Module):
 
     def forward(self, x, mask=None):
         x = x if mask is None else x * mask
-        if self.by is None:
+        if self.by in (None, "not at all"):
             return self._compute(x)
         return checkpoint(self._compute, x, use_reentrant=self.by == "reentrant")
+
+
+class Called(Block):
+    """Its checkpoint function surrounds its hooks, as that of layers of transformers 5.0.0 does."""
+
+    gradient_checkpointing = True
+
+    def __call__(self, *args, **kwargs):
+        return checkpoint(partial(super().__call__, **kwargs), *args, use_reentrant=self.by == "call, reentrant")
+
+    def forward(self, x, mask=None):
+        return self._compute(x if mask is None else x * mask)
 
 
 class Chain(nn.Module):
@@ -37,7 +54,7 @@ class Chain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(by) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList((Called if by and "call" in by else Block)(by) for _ in range(num_blocks))
 
     def forward(self, x, mask=None):
         x = self.first(x)
@@ -96,7 +113,7 @@ def on_device(offload):
     return sum(kept.is_on_device for call in offload._alive_calls() for kept in call.alive())
 
 
-@pytest.mark.parametrize("by", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("by", [None, "reentrant", "non-reentrant", "call, reentrant", "call, non-reentrant"])
 @pytest.mark.parametrize("horizon", [1, 2, 3, 20])
 @pytest.mark.parametrize("copies", [None, Queued])
 def test_gradients_are_those_of_recomputation_alone_bit_for_bit(by, horizon, copies):
@@ -251,6 +268,84 @@ def test_inputs_that_are_changed_in_place_are_refused(where, min_bytes, horizon)
             ActivationOffload(CPU, min_bytes=min_bytes, horizon=horizon).attach(model.blocks)
         with pytest.raises((RuntimeError, ConfigError), match=r"in place|inplace"):
             model(batch()).square().mean().backward()
+
+
+class Outer(Chain):
+    """The model calls the checkpoint function of its blocks, as old models did."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the evaluation
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_around_a_block_is_refused_in_the_first_step(is_reentrant):
+    """The offload would take all that the checkpoint drops, or nothing."""
+    model = Outer(by="not at all")
+    model.is_reentrant = is_reentrant
+    ActivationOffload(CPU, min_bytes=1).attach(model.blocks)
+    x = batch().requires_grad_()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ConfigError, match="Block is called within a checkpoint function of its model"):
+        model(x).sum().backward()
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def llama(is_reentrant):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        vocab_size=101,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its newer name
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    return model, {"input_ids": torch.arange(2 * 37).view(2, 37)}
+
+
+def called(is_reentrant):
+    return Chain(num_blocks=4, by="call, reentrant" if is_reentrant else "call, non-reentrant"), {"x": batch()}
+
+
+@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(("make", "input_bytes"), [(llama, 2 * 37 * 32 * 4), (called, INPUT_BYTES)])
+def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, horizon, alone, monkeypatch):
+    module, offloads = sys.modules["hyperpod_plugins.parallel.parallelize"], []
+    attach = module.attach_offload
+    monkeypatch.setattr(module, "attach_offload", lambda *args, **more: offloads.append(attach(*args, **more)))
+    monkeypatch.setattr("hyperpod_plugins.memory.offload.MIN_BYTES", 1)
+    found = []
+    for options in ({}, {"sm_activation_offloading": True, "activation_loading_horizon": horizon}):
+        model, kwargs = make(is_reentrant)
+        config = ParallelConfig(**options)
+        parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+        for _ in range(2):
+            torch.manual_seed(7)
+            model.zero_grad()
+            output = model(**kwargs)
+            (output if isinstance(output, torch.Tensor) else output.logits).square().mean().backward()
+        found.append([each.grad.to_local() for each in model.parameters()])
+    assert all(map(torch.equal, *found))
+    (offload,) = offloads
+    assert offload.stored_bytes == 2 * 3 * input_bytes
+    assert offload.pool.used_bytes == 0
 
 
 def test_host_memory_may_come_back_while_a_pool_is_used():

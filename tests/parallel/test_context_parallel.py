@@ -17,6 +17,7 @@ from torch import nn
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.chunked_loss import chunk_loss
 from hyperpod_plugins.memory.recompute import recompute_blocks
+from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology
 from hyperpod_plugins.parallel.context_attention import SequenceLayout
 from hyperpod_plugins.parallel.context_parallel import split_contexts
@@ -251,7 +252,13 @@ def test_batches_of_all_kinds(monkeypatch, name, batch):
 
 def saving(**options):
     config = ParallelConfig(**options)
-    return lambda model: save_activation_memory(model, config, torch.device("cpu"))
+
+    def prepare(model):
+        if config.mlp_tiles > 1:
+            tile_mlps(model, config.mlp_tiles)
+        save_activation_memory(model, config, torch.device("cpu"))
+
+    return prepare
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Training on a mesh equals training in one process: losses and parameters after ten steps, for several layouts.
 
 The tolerance is that of float32 sums taken in another order: 2e-6 relative on losses, 2e-5 absolute on parameters whose
-updates are of size 1e-2 (AdamW normalises tiny gradients, which enlarges rounding noise).
+updates are of size 1e-2 (AdamW normalises tiny gradients, which enlarges rounding noise). What saves memory is held to
+5e-7 relative on losses and norms.
 """
 
 import pytest
@@ -178,13 +179,13 @@ def train_all_on_mesh(layouts):
     return results if dist.get_rank() == 0 else None
 
 
-def assert_equal(on_mesh, alone, what):
+def assert_equal(on_mesh, alone, what, of_losses=2e-6, of_norms=2e-5):
     (losses, norms, state), (losses_alone, norms_alone, state_alone) = on_mesh, alone
     torch.testing.assert_close(
-        torch.tensor(losses), torch.tensor(losses_alone), rtol=2e-6, atol=0, msg=lambda m: f"{what}: losses: {m}"
+        torch.tensor(losses), torch.tensor(losses_alone), rtol=of_losses, atol=0, msg=lambda m: f"{what}: losses: {m}"
     )
     torch.testing.assert_close(
-        torch.tensor(norms), torch.tensor(norms_alone), rtol=2e-5, atol=0, msg=lambda m: f"{what}: norms: {m}"
+        torch.tensor(norms), torch.tensor(norms_alone), rtol=of_norms, atol=0, msg=lambda m: f"{what}: norms: {m}"
     )
     assert state.keys() == state_alone.keys()
     for name, value in state.items():
@@ -240,4 +241,4 @@ def test_recomputed_offloaded_chunked_and_tiled_steps_equal_one_process(run_rank
     results = run_ranks(train_with_little_memory, world_size=4, timeout_s=150)[0]
     alone = {model: train_alone(MODELS[model]) for model in ("llama", "tied llama")}
     for (model, layout), result in results.items():
-        assert_equal(result, alone[model], f"{model}, {layout}")
+        assert_equal(result, alone[model], f"{model}, {layout}", of_losses=5e-7, of_norms=5e-7)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.planning import (
@@ -66,6 +67,8 @@ def test_activations_are_those_of_a_step(way, options):
     config = ParallelConfig.of(WAYS[way])
     plan = plan_memory(sizes(**options), config, SHAPE, world_size=1)
     model, tracker = transformers.LlamaForCausalLM(sizes(**options)).train(), TrackedMemory()
+    if config.mlp_tiles > 1:
+        tile_mlps(model, config.mlp_tiles)
     save_activation_memory(model, config, CPU, UncountedPool(CPU, tracker))
     model(input_ids=(batch := tokens()), labels=batch).loss.backward()
     for tensor in (*model.parameters(), *(each.grad for each in model.parameters()), *model.buffers()):

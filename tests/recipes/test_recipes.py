@@ -10,6 +10,7 @@ from harness import run_ranks
 
 from hyperpod_plugins.delayed_init import materialize
 from hyperpod_plugins.elastic.scaling.policy_formats import read_policy
+from hyperpod_plugins.memory import tile_mlps
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.planning import GIB
@@ -124,6 +125,8 @@ def test_the_loss_is_that_of_next_tokens_and_in_chunks_where_the_plan_says_so(na
     batch, logged = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}, []
     logits = module.model(input_ids=batch["input_ids"]).logits
     whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    if recipe.config.mlp_tiles > 1:
+        tile_mlps(module, recipe.config.mlp_tiles)
     save_activation_memory(module, recipe.config, torch.device("cpu"))
     outputs = []
     module.model.register_forward_hook(lambda _, __, output: outputs.append(output))

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hyperpod_plugins import RecoveryOptions
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.memory import offload
 from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter
 from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.recovery.local_state import LocalStates
@@ -455,6 +456,33 @@ def float8():
             def loss_of(batch, at=step):
                 faults.at("compute", at.index)
                 return (net(batch[0]).float() - batch[0]).square().mean()
+
+            loss = step.run(loss_of)
+            faults.at("committed", step.index)
+    finish(session, net, loss=float(loss))
+
+
+def saving():
+    """Offload, loss in chunks and MLPs in tiles."""
+    import transformers  # takes seconds, which the other loops need not wait for
+
+    offload.MIN_BYTES = 1
+    session = Session(global_batch_size=8, activation_offload=True, loss_chunks=3, mlp_tiles=3, **OPTIONS)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, use_cache=False
+    )
+    net = session.parallelize(transformers.LlamaForCausalLM(config))
+    session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    x = torch.randint(64, (80, 16), generator=torch.Generator().manual_seed(1))
+    for step in session.steps(DataLoader(TensorDataset(x), batch_size=2)):
+        with step:
+
+            def loss_of(batch, at=step):
+                faults.at("compute", at.index)
+                loss = net(input_ids=batch[0], labels=batch[0]).loss
+                faults.at("computed", at.index)
+                return loss
 
             loss = step.run(loss_of)
             faults.at("committed", step.index)

@@ -120,6 +120,17 @@ def test_a_model_in_float8(options, said, tmp_path):
     assert_equal(wanted, found, 4)
 
 
+def test_offload_chunks_and_tiles_with_tensor_parallelism(tmp_path):
+    """A replacement computes what its tensor-parallel peer does, and with it: it tries no MLP out by itself."""
+    pytest.importorskip("transformers")
+    options = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}
+    faults = [["compute", 3, 1, "kill"], ["committed", 5, 2, "kill"], ["computed", 7, 3, "kill"]]
+    wanted = run(tmp_path / "wanted", "saving", options=options)
+    found = run(tmp_path / "found", "saving", faults, options=options)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
 @pytest.mark.parametrize(
     ("faults", "options"),
     [

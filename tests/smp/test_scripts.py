@@ -1,8 +1,10 @@
 """A script for SMP v2 with the one line added trains to the same bits as a plain loop over `parallelize`."""
 
+import gc
 import importlib.util
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ import torch.distributed as dist
 from device import DEVICE
 from harness import run_ranks
 
+from hyperpod_plugins.precision import TeScaling
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "smp" / "announced.py"
+STAND_INS = str(Path(__file__).parents[1] / "stand_ins")  # of Transformer Engine
 NUM_STEPS = 5
 SEED = 2023
 
@@ -23,19 +28,26 @@ def load_script():
     return module
 
 
-def plain_loop(script, **config):
+def plain_loop(script, model=None, **config):
     """What the script does, by our own names."""
-    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
     config = ParallelConfig(block_classes=("LlamaDecoderLayer",), **config)
     topology = config.topology(dist.get_world_size())
-    with torch.device("meta"):
-        model = script.LlamaForCausalLM(script.model_config())
+    if model is None:
+        with torch.device("meta"):
+            model = script.LlamaForCausalLM(script.model_config())
     parallelize(model, build_mesh(topology, DEVICE), config)
+    return loop(script, model, topology.data_rank(dist.get_rank()))
+
+
+def loop(script, model, data_rank):
+    from hyperpod_plugins.parallel import clip_grad_norm_
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(NUM_STEPS):
-        tokens = script.samples(step, topology.data_rank(dist.get_rank()))
+        tokens = script.samples(step, data_rank)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -48,6 +60,16 @@ def plain_loop(script, **config):
 def both(config, own, **options):
     found_before = "torch.sagemaker" in sys.modules
     script = load_script()
+    from hyperpod_plugins.memory import offload
+    from hyperpod_plugins.smp import torch_classes
+
+    offload.MIN_BYTES, offloads, attach = 1, [], torch_classes.attach_offload  # the model is tiny
+
+    def attach_and_note(*args):
+        offloads.append(attach(*args))
+        return offloads[-1]
+
+    torch_classes.attach_offload = attach_and_note
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = script.train(config, num_steps=NUM_STEPS, **options)
@@ -61,6 +83,7 @@ def both(config, own, **options):
         "before": found_before,
         "told": told,
         "refused": refused,
+        "offloads": [(each.horizon, each.stored_bytes) for each in offloads],
         "degrees": (state.hybrid_shard_degree, state.tensor_parallel_degree, state.tp_size, state.world_size),
         "ranks": (state.rank, state.tp_rank, state.dp_rank, state.ep_rank, state.cp_rank, state.local_rank),
         "replicas": state.ranker.get_rep_groups(),
@@ -98,7 +121,7 @@ def test_hybrid_sharding(config, nodes, mixed):
 
 @pytest.mark.spawns
 def test_tensor_parallel_with_recomputed_and_offloaded_activations():
-    """Recomputing and moving activations changes no bit, and `activation_loading_horizon` is accepted."""
+    """Recomputing and moving activations changes no bit, and `activation_loading_horizon` counts."""
     config = {
         "tensor_parallel_degree": 2,
         "tensor_parallel_seed": SEED,
@@ -110,10 +133,50 @@ def test_tensor_parallel_with_recomputed_and_offloaded_activations():
     for losses, plain, _ in results:
         assert losses == plain
     facts = results[3][2]
+    input_bytes = 2 * 16 * 32 * 4  # of the first of two layers
+    assert facts["offloads"] == [(4, NUM_STEPS * input_bytes)]
     assert "not given to transform()" in facts["refused"]
     assert facts["degrees"] == (2, 2, 2, 4)
     assert facts["ranks"] == (3, 1, 1, 0, 0, 3)
     assert facts["tensor"] == [2, 3]
+
+
+def in_float8(config, own):
+    """Losses of a script with `config`, of a plain loop with `own`, and of one without float8; the script's scales."""
+    sys.path.append(STAND_INS)
+    script = load_script()
+    warnings.simplefilter("ignore")
+    script.tsm.init(config)
+
+    def build():
+        torch.manual_seed(SEED)
+        return script.LlamaForCausalLM(script.model_config())
+
+    wrapped = script.FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy=partial(script.transformer_auto_wrap_policy, transformer_layer_cls={script.LlamaDecoderLayer}),
+        mixed_precision=script.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        sharding_strategy=script.ShardingStrategy.FULL_SHARD,
+    )
+    losses = loop(script, wrapped, script.tsm.state.dp_rank)
+    found = {name: tuple(each.shape) for name, each in wrapped.named_buffers() if "amax_history" in name}
+    del wrapped  # one model of a process trains with Transformer Engine
+    gc.collect()
+    plain = plain_loop(script, build(), precision="bf16-mixed", **own)
+    gc.collect()
+    return losses, plain, plain_loop(script, build(), precision="bf16-mixed"), found
+
+
+@pytest.mark.spawns
+def test_keys_of_float8_mean_transformer_engine():
+    config = {"fp8": True, "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "most_recent"}
+    scaling = TeScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    own = {"float8_recipe": "te-fp8", "te_scaling": scaling}
+    for losses, plain, without, found in run_ranks(in_float8, config, own, world_size=2):
+        assert losses == plain
+        assert losses != without
+        assert len(found) == 2 * 7 * 2  # layers, products of each, and directions
+        assert {shape[0] for shape in found.values()} == {3}
 
 
 def more_of_it(folder):
