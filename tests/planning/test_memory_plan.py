@@ -20,7 +20,7 @@ from hyperpod_plugins.recovery.snapshot import COPIES
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
-SHAPE = TrainingShape(micro_batch_size=2, sequence_length=256)
+SHAPE = TrainingShape(micro_batch_size=2, sequence_length=256, keeps_gradients=True)
 WAYS = {
     "whole": {},
     "recomputed": {"activation_checkpointing": "full"},
