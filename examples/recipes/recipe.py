@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.planning import MemoryPlan, TrainingShape, plan_memory
+from hyperpod_plugins.recovery import RecoveryConfig
 
 SMOKE_RANKS = 4
 SMOKE_SIZES = {  # what is left of a model that has such a size; its kind stays
@@ -116,6 +117,16 @@ class Recipe:
         return self.config.topology(self.trainer.num_nodes * self.trainer.devices, ranks_per_node=self.trainer.devices)
 
     @property
+    def takes_snapshots(self) -> bool:
+        """Whether ranks keep snapshots, here or where the job has shrunk to the fewest nodes that it may have."""
+        fewest = int(self.elastic_policy.get("min_nodes", self.trainer.num_nodes))
+        options = RecoveryConfig(**self.recovery)
+        return any(
+            options.snapshots(self.config.topology(nodes * self.trainer.devices)).every_steps > 0
+            for nodes in (fewest, self.trainer.num_nodes)
+        )
+
+    @property
     def elastic_document(self) -> dict[str, Any]:
         """What `ElasticTraining(policy=...)` reads."""
         return {
@@ -152,9 +163,12 @@ class Recipe:
         with torch.device("meta"):
             model = self.build()
         degree = self.config.context_parallel_degree
+        micro_batch_size = self.training.micro_train_batch_size
         shape = TrainingShape(
-            micro_batch_size=self.training.micro_train_batch_size,
+            micro_batch_size=micro_batch_size,
             sequence_length=-(-self.training.sequence_length // degree),
+            keeps_gradients=self.training.train_batch_size > micro_batch_size * self.topology.data_degree,
+            has_snapshots=self.takes_snapshots,
         )
         world_size, per_node = self.trainer.num_nodes * self.trainer.devices, self.trainer.devices
         config = replace(self.config, context_parallel_degree=1)

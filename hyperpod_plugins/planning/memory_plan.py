@@ -224,7 +224,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         """Return the parts in GiB."""
         parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "device", "host")
-        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts)
+        snapshots = f" (snapshots {self.host_snapshots / GIB:.2f})" if self.host_snapshots else ""
+        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts) + snapshots
 
 
 def plan_memory(
@@ -288,16 +289,15 @@ def smallest_degrees(
     plan = None
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
         split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=1)
-        topology = split.topology(world_size, ranks_per_node=ranks_per_node)
-        try:  # what a step computes does not depend on the shard degree
-            tracked = _track_step(module, split, topology, training, step or _language_model_step)
-        except ConfigError:
-            if tensor_degree == 1:
-                raise
-            continue  # the model cannot be split so
         for shard_degree in _divisors(world_size // tensor_degree, world_size // tensor_degree):
             tried = replace(split, hybrid_shard_degree=shard_degree)
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
+            try:
+                tracked = _track_step(module, tried, topology, training, step or _language_model_step)
+            except ConfigError:
+                if tensor_degree == 1:
+                    raise
+                break  # the model cannot be split so
             plan = _plan(module, tried, topology, training, tracked)
             if plan.device <= device_memory_gib * GIB:
                 return plan
@@ -421,12 +421,13 @@ def _fake_twin(model: nn.Module, computed: torch.dtype | None) -> nn.Module:
 class _Units:
     """Counts what FSDP2 holds besides shards, as the units of a model run.
 
-        forward     A unit is gathered into a message, and copied from it into its parameters. The message is freed when
-                    that of the next unit has arrived; the parameters, when the unit has run.
-        backward    The message is freed at once. It arrives while the unit after this one is computed. When all
-                    gradients of a unit are there, its parameters are freed, and the gradients are copied into a
-                    message, which is freed when the next unit reduces. The results stay until the end. They become the
-                    gradients of the shards, or are added to those that exist.
+    In forward, a unit is gathered into a message, and copied from it into its parameters. The message is freed when
+    that of the next unit has arrived; the parameters, when the unit has run.
+
+    In backward, the message is freed at once. It arrives while the unit after this one is computed. When all gradients
+    of a unit are there, its parameters are freed, and the gradients are copied into a message, which is freed when the
+    next unit reduces. The results stay until the end. They become the gradients of the shards, or are added to those
+    that exist.
     """
 
     def __init__(
@@ -608,13 +609,16 @@ def _split_stream(model: nn.Module, config: ParallelConfig, tracker: TrackedMemo
                 gathered[owner] = read, _Boundary.apply(read, tracker, degree, 1)
             return gathered[owner][1], *rest
 
+        def forget(*_: object, owner: str = owner) -> None:
+            gathered.pop(owner, None)
+
         def reduce(_: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
             return _Boundary.apply(result, tracker, 1, degree)
 
         part = model.get_submodule(name)
         if style in ("colwise", "colwise_gather_output"):
             part.register_forward_pre_hook(gather)
-            model.get_submodule(owner).register_forward_hook(lambda *_, owner=owner: gathered.pop(owner, None) and None)
+            model.get_submodule(owner).register_forward_hook(forget, always_call=True)  # recomputations end early
         elif style in ("rowwise", "embedding_rowwise"):
             part.register_forward_hook(reduce)
     for block in outermost_blocks(model, config.block_classes):  # also where it is computed again

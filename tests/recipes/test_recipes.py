@@ -44,6 +44,10 @@ def built_on_meta(recipe):
         return recipe.build()
 
 
+def held_by_optimizer(plan):
+    return 8 * plan.num_trained / plan.topology.replica_size
+
+
 def test_there_is_one_for_each_model():
     assert [path.stem for path in PATHS] == sorted(SIZES)
 
@@ -63,6 +67,10 @@ def test_the_plan_of_a_rank_fits_its_device(path):
     ranks = recipe.topology.replica_size
     assert plan.parameters == pytest.approx(4 * plan.num_parameters / ranks, rel=1e-3)
     assert plan.gradients + plan.optimizer == pytest.approx(12 * plan.num_trained / ranks, rel=1e-3)
+    # where each shard may come to exist once, two snapshots of a rank's own state and two of another's
+    has_one_replica = recipe.elastic_policy.get("min_nodes", 99) * recipe.trainer.devices == ranks
+    assert plan.host_snapshots == (4 * (plan.parameters + held_by_optimizer(plan)) if has_one_replica else 0)
+    assert ("snapshots" in str(plan)) == has_one_replica
 
 
 def test_the_plan_of_llama_3_8b_by_hand():
