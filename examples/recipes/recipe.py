@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.planning import MemoryPlan, TrainingShape, plan_memory
-from hyperpod_plugins.recovery import RecoveryConfig
+from hyperpod_plugins.recovery import RecoveryOptions
 
 SMOKE_RANKS = 4
 SMOKE_SIZES = {  # what is left of a model that has such a size; its kind stays
@@ -120,7 +120,7 @@ class Recipe:
     def takes_snapshots(self) -> bool:
         """Whether ranks keep snapshots, here or where the job has shrunk to the fewest nodes that it may have."""
         fewest = int(self.elastic_policy.get("min_nodes", self.trainer.num_nodes))
-        options = RecoveryConfig(**self.recovery)
+        options = RecoveryOptions(**self.recovery)
         return any(
             options.snapshots(self.config.topology(nodes * self.trainer.devices)).every_steps > 0
             for nodes in (fewest, self.trainer.num_nodes)
