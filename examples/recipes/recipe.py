@@ -175,7 +175,10 @@ class Recipe:
         return plan_memory(model, config, shape, world_size=world_size, ranks_per_node=per_node)
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":
-        """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers."""
+        """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers.
+
+        It has random values: `pretrained` names weights of other sizes.
+        """
         asked = self.config
         tensor_degree = 2 if asked.tensor_parallel_degree > 1 else 1
         shard_degree = 2 if asked.hybrid_shard_degree != 1 else 1
@@ -188,6 +191,7 @@ class Recipe:
         policy = {"min_nodes": 1, "max_nodes": 1, "replica_increment_step": 1} if self.elastic_policy else {}
         return replace(
             self,
+            pretrained="",
             model={name: SMOKE_SIZES.get(name, value) for name, value in self.model.items()},
             trainer=replace(self.trainer, num_nodes=1, devices=num_ranks),
             parallel=self.parallel | degrees,
