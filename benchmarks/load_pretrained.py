@@ -8,6 +8,9 @@ scripts do, where each rank has the whole model first; `delayed`, the same call 
 rank 0`, where only the first rank opens the files and the others get their shards from it. The peak is that of the
 rank's own memory (`RssAnon`) above the beginning of the load; pages of mapped files, which belong to the system and are
 shared by the ranks of a node, are told apart.
+
+Before each load, the kernel forgets the files. What all ranks of a node then cause to be read from the disk is the size
+of the files: each byte once. A folder in memory (tmpfs) is never read from a disk, and shows 0.
 """
 
 import argparse
@@ -47,6 +50,10 @@ class Sample:
     peak_bytes: int
     mapped_bytes: int
     """Pages of files that the rank has mapped, at the end."""
+    disk_bytes: int
+    """What the rank's reads have fetched from the disk (`read_bytes` of the kernel), and others need not read again."""
+    file_bytes: int
+    """Size of the files."""
     digest: float
     """Sum of the rank's shards, which must not depend on the way."""
 
@@ -73,6 +80,25 @@ def memory() -> dict[str, int]:
     """The parts of this process's resident memory, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+
+
+def bytes_read() -> int:
+    """What this process has caused to be read from disks."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+def files_of(folder: str) -> list[Path]:
+    """The files that hold the weights."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def forget_files(folder: str) -> None:
+    """Let the kernel drop what it keeps of the files in memory, so that loads read from the disk."""
+    for path in files_of(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Peak(threading.Thread):
@@ -106,6 +132,7 @@ def load(rank: int, world_size: int, way: str, folder: str, store: str, out: str
     small = torch.nn.Sequential(torch.nn.Linear(4, 4))  # so that what a first use takes does not count
     parallelize(small, mesh, settings)
     dist.barrier()
+    read_before = bytes_read()
     peak = Peak()
     peak.start()
     began_s = time.perf_counter()
@@ -126,6 +153,8 @@ def load(rank: int, world_size: int, way: str, folder: str, store: str, out: str
         shard_bytes=sum(each.numel() * each.element_size() for each in shards),
         peak_bytes=peak.stop(),
         mapped_bytes=memory()["RssFile"],
+        disk_bytes=bytes_read() - read_before,
+        file_bytes=sum(path.stat().st_size for path in files_of(folder)),
         digest=sum(float(each.double().sum()) for each in shards),
     )
     Path(out, f"{rank}.json").write_text(json.dumps(asdict(sample)))
@@ -135,6 +164,7 @@ def load(rank: int, world_size: int, way: str, folder: str, store: str, out: str
 
 def measure(way: str, folder: str, world_size: int) -> list[Sample]:
     """All ranks of one way, in new processes."""
+    forget_files(folder)
     with tempfile.TemporaryDirectory() as out:
         spawn(load, (world_size, way, folder, f"{out}/store", out), nprocs=world_size)
         return [Sample(**json.loads(Path(out, f"{rank}.json").read_text())) for rank in range(world_size)]
@@ -154,10 +184,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--folder", help="of a pretrained model to load; by default one is made, of random values")
+    parser.add_argument(
+        "--scratch", help="folder on a disk for the model that is made; by default that for temporary files"
+    )
     parser.add_argument("--json", type=Path, help="write the samples there")
     parser.add_argument("--quick", action="store_true", help="20 M parameters")
     args = parser.parse_args(arguments)
-    made = "" if args.folder else tempfile.mkdtemp()
+    made = "" if args.folder else tempfile.mkdtemp(dir=args.scratch)
     folder = args.folder or made
     try:
         if made:
@@ -174,7 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(
             f"  {way:18} peak of a rank {worst[way]:5.2f} shards, mapped files "
             f"{max(each.mapped_bytes / each.shard_bytes for each in of_way):5.2f} shards, "
-            f"{max(each.seconds for each in of_way):6.1f} s\n"
+            f"{max(each.seconds for each in of_way):6.1f} s, "
+            f"{sum(each.disk_bytes for each in of_way) / of_way[0].file_bytes:5.2f} of the files read from disk\n"
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in samples], indent=1))

@@ -12,6 +12,7 @@ allocator's.
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from hyperpod_plugins.planning import TrackedMemory, UncountedPool
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 8192
 PINS = "transformers offload"
 ACCELERATE = "accelerate offload"
+SAVES = "save_on_cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class Way:
     """How a step is trained."""
 
     checkpointing: str = "none"
-    """`none`, `transformers` (its own), `transformers offload`, `accelerate offload` (their own), or `ours`."""
+    """`none`, `transformers` (its own), `transformers offload`, `accelerate offload` (their own), `ours`, or torch's
+    `save_on_cpu` without recomputation."""
     offloads: bool = False
     chunks: int = 1
     tiles: int = 1
@@ -112,12 +115,26 @@ def apply(way: Way, model: nn.Module, device: torch.device, tracker: TrackedMemo
         enable({"use_reentrant": False}, offload=True)
     elif way.checkpointing == ACCELERATE:
         offload_as_accelerate(model)
+    elif way.checkpointing == SAVES:
+        save_on_host(model, is_pinned=device.type == "cuda")
     if not way.offloads:
         return None
     pool = UncountedPool(device, tracker) if device.type == "cpu" else HostPool(device)
     offload = ActivationOffload(device, pool=pool)
     offload.attach(blocks)
     return offload
+
+
+def save_on_host(model: Any, *, is_pinned: bool) -> None:
+    """Keep all that autograd saves of a model on the host, with torch's `save_on_cpu` around its forward."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=is_pinned):
+            return forward(*args, **kwargs)
+
+    model.forward = saving
 
 
 def offload_as_accelerate(model: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import final
 
 import torch
+from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,14 @@ class AllocatorWatch:
             news = self.warning_for(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
             if news:
                 warnings.warn(news, stacklevel=2)
+
+    def attach(self, model: nn.Module) -> None:
+        """Count each forward pass of a model with gradients as a step, except within a graph of torch.compile."""
+        model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.after_step()
 
     def warning_for(self, num_retries: int) -> str:
         """Warning for the number of retries since the process started; empty if there are no new ones."""

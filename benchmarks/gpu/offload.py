@@ -3,12 +3,12 @@
     python benchmarks/gpu/offload.py                    # 4,096 to 262,144 tokens on Qwen3 4B: for hours
     python benchmarks/gpu/offload.py --tokens 32768 --rounds 8
 
-`none` keeps all activations, `recompute` the inputs of blocks. There are two offloads in the libraries: transformers'
+`none` keeps all activations, `recompute` the inputs of blocks. `torch save_on_cpu` is `save_on_cpu(pin_memory=True)`
+around the model, without recomputation. Two libraries put it around recomputed blocks: transformers'
 `activation_checkpointing_enable(offload=True)` (5.16 and later), and Accelerate's `activation_checkpointing_offload`
-(1.15 and later, by its own function). Both put torch's `save_on_cpu(pin_memory=True)` around a recomputed block. TRL's
-and torchtune's offloads are not of these libraries; torch's `save_on_cpu` alone, without recomputation, keeps some
-seventeen times as much on the host. All contenders compute their loss in chunks. A contender that runs out of memory
-takes no part in longer steps.
+(1.15 and later, by its own function). TRL's and torchtune's offloads are not of these libraries. All contenders compute
+their loss in chunks. A contender that runs out of memory takes no part in longer steps, nor does `torch save_on_cpu`
+where the host has no memory for all activations: some seventeen times the inputs of blocks.
 
 Limits, for an H200: from 32,768 tokens on, our offload takes at most 0.5 % more than recomputation, and less than both
 others; a model of 4 to 8 B parameters trains on 262,144 tokens.
@@ -16,6 +16,7 @@ others; a model of 4 to 8 B parameters trains on 262,144 tokens.
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +25,7 @@ from torch import nn
 from benchmarks import memory
 from benchmarks.gpu import one_device
 from benchmarks.gpu.one_device import Found, Limit, Step
-from benchmarks.memory import ACCELERATE, PINS, Way
+from benchmarks.memory import ACCELERATE, PINS, SAVES, Way
 from hyperpod_plugins.memory.host_pool import host_share
 from hyperpod_plugins.planning import TrackedMemory
 
@@ -32,11 +33,14 @@ LENGTHS = [4096 << power for power in range(7)]
 LONG, LONGEST = 32_768, 262_144
 REFERENCE, OURS = "recompute", "recompute + offload"
 BUILT_IN = ("transformers offload", "Accelerate offload")
+ALL_SAVED = "torch save_on_cpu"
+TIMES_INPUTS = 2 * 17  # what it keeps, and pinned memory in powers of two
 WAYS = {
     REFERENCE: Way(checkpointing="ours"),
     "none": Way(),
     BUILT_IN[0]: Way(checkpointing=PINS),
     BUILT_IN[1]: Way(checkpointing=ACCELERATE),
+    ALL_SAVED: Way(checkpointing=SAVES),
     OURS: Way(checkpointing="ours", offloads=True),
 }
 
@@ -48,10 +52,15 @@ def build(way: Way, model: nn.Module, tokens: int) -> Step:
     return one_device.tracked_step(own, memory.step_of(own, tokens, device), tracker)
 
 
-def needs_host_alone(model: nn.Module, tokens: int) -> bool:
-    """Whether the host cannot hold what all contenders keep there: ours, and up to twice that of the other two."""
+def fit_on_host(model: nn.Module, tokens: int, times: int) -> bool:
+    """Whether the host has memory for the inputs of all blocks, some times over."""
     sizes = model.config
-    return 3 * sizes.num_hidden_layers * tokens * sizes.hidden_size * 2 > 0.6 * host_share()
+    return times * sizes.num_hidden_layers * tokens * sizes.hidden_size * 2 <= 0.6 * host_share()
+
+
+def needs_host_alone(model: nn.Module, tokens: int, names: Collection[str]) -> bool:
+    """Whether the host cannot hold what all contenders keep there: ours, up to twice that of the other two, and all."""
+    return not fit_on_host(model, tokens, 3 + TIMES_INPUTS * (ALL_SAVED in names))
 
 
 def limits_of(found: Found, lengths: list[int]) -> list[Limit]:
@@ -86,10 +95,12 @@ def run(args: argparse.Namespace) -> Found:
         del ways[BUILT_IN[0]]
         found.left[BUILT_IN[0]] = "it pins memory, which needs a GPU"
     for tokens in args.tokens:
+        if ALL_SAVED not in found.left and not fit_on_host(model, tokens, TIMES_INPUTS):
+            found.left[ALL_SAVED] = f"the host has no memory for all activations of {tokens} tokens"
         builds = {name: partial(build, way, model, tokens) for name, way in ways.items() if name not in found.left}
         if not builds:
             break
-        one_by_one = needs_host_alone(model, tokens)
+        one_by_one = needs_host_alone(model, tokens, builds)
         one_device.compare(found, title_of(tokens), builds, args, tokens=tokens, one_by_one=one_by_one)
     return found
 

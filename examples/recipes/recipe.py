@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.planning import MemoryPlan, TrainingShape, plan_memory
+from hyperpod_plugins.recovery import RecoveryOptions
 
 SMOKE_RANKS = 4
 SMOKE_SIZES = {  # what is left of a model that has such a size; its kind stays
@@ -116,6 +117,16 @@ class Recipe:
         return self.config.topology(self.trainer.num_nodes * self.trainer.devices, ranks_per_node=self.trainer.devices)
 
     @property
+    def takes_snapshots(self) -> bool:
+        """Whether ranks keep snapshots, here or where the job has shrunk to the fewest nodes that it may have."""
+        fewest = int(self.elastic_policy.get("min_nodes", self.trainer.num_nodes))
+        options = RecoveryOptions(**self.recovery)
+        return any(
+            options.snapshots(self.config.topology(nodes * self.trainer.devices)).every_steps > 0
+            for nodes in (fewest, self.trainer.num_nodes)
+        )
+
+    @property
     def elastic_document(self) -> dict[str, Any]:
         """What `ElasticTraining(policy=...)` reads."""
         return {
@@ -152,16 +163,22 @@ class Recipe:
         with torch.device("meta"):
             model = self.build()
         degree = self.config.context_parallel_degree
+        micro_batch_size = self.training.micro_train_batch_size
         shape = TrainingShape(
-            micro_batch_size=self.training.micro_train_batch_size,
+            micro_batch_size=micro_batch_size,
             sequence_length=-(-self.training.sequence_length // degree),
+            keeps_gradients=self.training.train_batch_size > micro_batch_size * self.topology.data_degree,
+            has_snapshots=self.takes_snapshots,
         )
         world_size, per_node = self.trainer.num_nodes * self.trainer.devices, self.trainer.devices
         config = replace(self.config, context_parallel_degree=1)
         return plan_memory(model, config, shape, world_size=world_size, ranks_per_node=per_node)
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":
-        """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers."""
+        """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers.
+
+        It has random values: `pretrained` names weights of other sizes.
+        """
         asked = self.config
         tensor_degree = 2 if asked.tensor_parallel_degree > 1 else 1
         shard_degree = 2 if asked.hybrid_shard_degree != 1 else 1
@@ -174,6 +191,7 @@ class Recipe:
         policy = {"min_nodes": 1, "max_nodes": 1, "replica_increment_step": 1} if self.elastic_policy else {}
         return replace(
             self,
+            pretrained="",
             model={name: SMOKE_SIZES.get(name, value) for name, value in self.model.items()},
             trainer=replace(self.trainer, num_nodes=1, devices=num_ranks),
             parallel=self.parallel | degrees,

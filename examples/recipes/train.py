@@ -37,11 +37,8 @@ class CausalLM(L.LightningModule):
     def __init__(self, recipe: Recipe, *, with_weights: bool) -> None:
         super().__init__()
         self.recipe = recipe
-        if with_weights:  # every rank reads them into its host memory; the strategy leaves each rank its shard
-            self.model = recipe.build(with_weights=True)
-        else:
-            with delayed_init():
-                self.model = recipe.build()
+        with delayed_init():  # weights are read when the strategy shards the model: each rank reads its own part
+            self.model = recipe.build(with_weights=with_weights)
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         options = {"output_router_logits": True} if self.recipe.training.balance_experts else {}
@@ -130,7 +127,7 @@ def fit(
             *([ElasticTraining(policy=recipe.elastic_document)] if is_elastic else []),
         ],
     )
-    module = CausalLM(recipe, with_weights=bool(recipe.pretrained) and not is_smoke)
+    module = CausalLM(recipe, with_weights=bool(recipe.pretrained))
     data_config = TokenDataConfig(sequence_length=training.sequence_length, **({} if is_elastic else sizes))
     trainer.fit(module, datamodule=TokenDataModule(train_path, config=data_config), ckpt_path=resume)
     by_step = list(losses.by_step.values())

@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision, TransformerEnginePrecision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -172,6 +172,7 @@ else:
     HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
     Precision = _get(f"{_pl}.plugins.precision", "Precision")
+    TransformerEnginePrecision = _get(f"{_pl}.plugins.precision", "TransformerEnginePrecision")
     Launcher = _get(f"{_pl}.strategies.launchers.launcher", "_Launcher")
     ModelCheckpoint = _get(f"{_pl}.callbacks", "ModelCheckpoint")
     ModelPruning = _get(f"{_pl}.callbacks", "ModelPruning")
@@ -213,6 +214,7 @@ __all__ = [
     "Trainer",
     "TrainerFn",
     "TrainerStatus",
+    "TransformerEnginePrecision",
     "WeightAveraging",
     "callbacks_of",
     "init_dist_connection",

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.lightning.compat import HalfPrecision, MixedPrecision, Precision
-from hyperpod_plugins.parallel import clip_grad_norm_, clip_grad_value_
+from hyperpod_plugins.lightning.compat import HalfPrecision, MixedPrecision, Precision, TransformerEnginePrecision
+from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, clip_grad_value_
 from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
 from hyperpod_plugins.parallel.local_optimizer import step_locally
@@ -39,28 +39,65 @@ class HyperPodPrecision(Precision):
         """Norm of the step's gradients if they are clipped by norm, else None."""
 
     @classmethod
-    def replacing(cls, plugin: Precision, device_type: str, chosen: PrecisionName | None = None) -> "HyperPodPrecision":
+    def replacing(
+        cls, plugin: Precision, device_type: str, config: ParallelConfig, *, was_chosen: bool
+    ) -> tuple["HyperPodPrecision", ParallelConfig]:
         """Create the counterpart of one of Lightning's own plugins.
 
         Args:
             plugin: created by `Trainer(precision=...)`, whose default is 32-true.
             device_type: device type for autocast.
-            chosen: precision given to the strategy; None if it was not given one.
+            config: of the strategy.
+            was_chosen: whether the precision of `config` was given to the strategy.
+
+        Returns:
+            The counterpart, and the configuration with its precision.
 
         Raises:
             ConfigError: the precision or kind of plugin has no counterpart, or Trainer and strategy contradict.
         """
+        chosen = config.precision if was_chosen else None
+        if isinstance(plugin, TransformerEnginePrecision):
+            return cls._of_transformer_engine(plugin, device_type, config, chosen)
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(
                 f"strategy='hyperpod' cannot run with precision {plugin.precision!r} ({type(plugin).__name__}). "
-                f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin."
+                f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin. For float8, "
+                "give the strategy a float8_recipe."
             )
         if chosen is not None and plugin.precision not in ("32-true", chosen):
             raise ConfigError(
                 f"Trainer(precision={plugin.precision!r}) contradicts the strategy's precision={chosen!r}: "
                 "give one of them, or the same in both."
             )
-        return cls(chosen or plugin.precision, device_type)
+        name = chosen or plugin.precision
+        return cls(name, device_type), ParallelConfig.of(config, precision=name)
+
+    @classmethod
+    def _of_transformer_engine(
+        cls, plugin: TransformerEnginePrecision, device_type: str, config: ParallelConfig, chosen: str | None
+    ) -> tuple["HyperPodPrecision", ParallelConfig]:
+        """`Trainer(precision="transformer-engine")`: weights in bfloat16, linear layers in float8."""
+        asked = f"Trainer(precision={plugin.precision!r})"
+        instead = "Use the strategy's float8_recipe='te-fp8' with Trainer(precision='bf16-true'), or 'bf16-mixed'"
+        if not plugin.weights_dtype == plugin.fallback_compute_dtype == torch.bfloat16:
+            raise ConfigError(
+                f"strategy='hyperpod' cannot run {asked} with weights in {plugin.weights_dtype} and other layers in "
+                f"{plugin.fallback_compute_dtype}: it computes in bfloat16. {instead}."
+            )
+        recipe, found = plugin.recipe, type(plugin.recipe).__name__
+        if found != "DelayedScaling" or recipe != type(recipe)() or plugin.replace_layers is False:
+            raise ConfigError(
+                f"strategy='hyperpod' takes no options of {type(plugin).__name__} (recipe, replace_layers). {instead}, "
+                "and its option te_scaling."
+            )
+        if chosen not in (None, "bf16-true") or config.float8_recipe not in ("none", "te-fp8"):
+            raise ConfigError(
+                f"{asked} means precision='bf16-true' and float8_recipe='te-fp8', but the strategy has "
+                f"precision={config.precision!r} and float8_recipe={config.float8_recipe!r}. Leave one of them out."
+            )
+        config = ParallelConfig.of(config, precision="bf16-true", float8_recipe="te-fp8")
+        return cls("bf16-true", device_type), config
 
     @override
     @contextmanager

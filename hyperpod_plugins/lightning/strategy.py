@@ -299,9 +299,9 @@ class HyperPodStrategy(ModelParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is not None and not isinstance(precision_plugin, HyperPodPrecision):
-            chosen = self.config.precision if self._precision_was_chosen else None
-            precision_plugin = HyperPodPrecision.replacing(precision_plugin, self._device_type, chosen)
-            self.config = ParallelConfig.of(self.config, precision=precision_plugin.precision)
+            precision_plugin, self.config = HyperPodPrecision.replacing(
+                precision_plugin, self._device_type, self.config, was_chosen=self._precision_was_chosen
+            )
         self._precision_plugin = precision_plugin
 
     # -- setting up ---------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         else:
             elastic = self._elastic
             averages = elastic is None or not elastic.options.averages_replicas
-            parallelize(module, self.device_mesh, self.config, averages_replicas=averages)
+            parallelize(module, self.device_mesh, self.config, averages_replicas=averages, watches_allocator=False)
             treat_steps_as_forward(module)
         former_parameters.succeed_parameters(module, callbacks_of(trainer), is_by_program=True)
         if self.config.fsdp_cache_flush_warnings:

@@ -8,7 +8,7 @@ unchanged. Not every combination is supported yet: others raise `NotBuiltYetErro
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
@@ -236,40 +236,45 @@ class ParallelConfig:
             if self.te_scaling != DEFAULT_SCALING:
                 raise ConfigError(f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}")
             return
+        twice = "its layers would run twice in a step, and lose what they had noted for their next scales"
+        on_host = "no optimizer step on the host has been tried with Transformer Engine's layers"
         others = {
-            "tensor_parallel_degree": self.tensor_parallel_degree > 1,  # its layers do not take DTensors
-            "activation_checkpointing": self.activation_checkpointing != "none",  # they would run twice
-            "activation_offload": bool(self.sm_activation_offloading),
-            "mlp_tiles": self.mlp_tiles > 1,
-            "delayed_init": self.delayed_init,
-            "param_offload": self.param_offload,
-            "optimizer_offload": self.optimizer_offload,
-            "float8_pad_inner_dim": self.float8_pad_inner_dim,
+            "tensor_parallel_degree": (self.tensor_parallel_degree > 1, "its layers do not take DTensors"),
+            "activation_checkpointing": (self.activation_checkpointing != "none", twice),
+            "activation_offload": (bool(self.sm_activation_offloading), twice),
+            "mlp_tiles": (self.mlp_tiles > 1, twice),
+            "delayed_init": (self.delayed_init, "its layers are made from the values of those that they replace"),
+            "param_offload": (self.param_offload, on_host),
+            "optimizer_offload": (self.optimizer_offload, on_host),
+            "float8_pad_inner_dim": (self.float8_pad_inner_dim, "padding is that of torchao"),
         }
-        asked = [name for name, is_asked in others.items() if is_asked]
+        asked = [f"{name} ({why})" for name, (is_asked, why) in others.items() if is_asked]
         if asked:
             raise ConfigError(
-                f"float8_recipe='te-fp8' cannot be combined with {' and '.join(asked)}. Leave {asked[0]} out, or use "
-                "float8_recipe='tensorwise'."
+                f"float8_recipe='te-fp8' cannot be combined with {' and '.join(asked)}. Leave "
+                f"{asked[0].partition(' ')[0]} out, or use float8_recipe='tensorwise'."
             )
 
     def _refuse_what_is_not_built(self) -> None:
         beside = {
-            f"float8_recipe={self.float8_recipe!r}": self.float8_recipe != "none",
-            "param_offload=True": self.param_offload,
-            "optimizer_offload=True": self.optimizer_offload,
+            "float8_recipe": "the results have not been compared with those of one process",
+            "param_offload": "no optimizer step on the host has been tried with its groups of ranks",
+            "optimizer_offload": "no optimizer step on the host has been tried with its groups of ranks",
         }
-        with_contexts = {f"tensor_parallel_degree={self.tensor_parallel_degree}": self.tensor_parallel_degree > 1}
-        with_experts = {f"mlp_tiles={self.mlp_tiles}": self.mlp_tiles > 1}
+        with_contexts = {"tensor_parallel_degree": "the heads of attention would be divided twice"}
+        with_experts = {"mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward"}
         for name, others in (
             ("expert_parallel_degree", with_experts | beside),
             ("context_parallel_degree", with_contexts | beside),
         ):
-            asked = [other for other, is_asked in others.items() if is_asked]
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            asked = [other for other in others if getattr(self, other) != defaults[other]]
             if getattr(self, name) > 1 and asked:
+                together = " and ".join(f"{other}={getattr(self, other)!r}" for other in asked)
+                instead = " and ".join(f"{other}={defaults[other]!r}" for other in asked)
                 raise NotBuiltYetError(
-                    f"{name}={getattr(self, name)} with {' and '.join(asked)} is valid, but this release does not "
-                    "serve it yet. Set one of them to its default."
+                    f"{name}={getattr(self, name)} with {together} is valid, but this release does not serve it yet: "
+                    f"{'; '.join(dict.fromkeys(others[other] for other in asked))}. Set {instead}, or {name}=1."
                 )
 
     @classmethod
@@ -303,8 +308,8 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     for key, value in _without_recipe_keys(values).items():
         name = ALIASES.get(key, key)
         if name not in known:
-            near = difflib.get_close_matches(str(key), known | set(ALIASES), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = _nearest(str(key), known | set(ALIASES))
+            hint = f" Did you mean {near!r}?" if near else ""
             raise UnknownKeyError(f"unknown configuration key {key!r}.{hint} Known keys: {', '.join(sorted(known))}.")
         if name in result and result[name] != value:
             alias = next(alias for alias, meant in ALIASES.items() if meant == name)
@@ -317,6 +322,17 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
             case _:
                 result[name] = value
     return result
+
+
+def _nearest(key: str, names: Collection[str]) -> str:
+    """The name that is most alike, also with its words in another order; empty if none is."""
+
+    def likeness(name: str) -> float:
+        given = (key, name), ("_".join(sorted(key.split("_"))), "_".join(sorted(name.split("_"))))
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in given)
+
+    nearest = max(sorted(names), key=likeness)
+    return nearest if likeness(nearest) > 0.6 else ""
 
 
 def _without_recipe_keys(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, rebind, release_tapes, tapes_of
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.events import AllocatorWatch
 from hyperpod_plugins.memory.activation_plan import AutomaticPlan
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
 from hyperpod_plugins.memory.host_pool import HostPool
@@ -48,7 +49,12 @@ _Aspects = tuple[str, ...]
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, *, averages_replicas: bool = True
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    *,
+    averages_replicas: bool = True,
+    watches_allocator: bool = True,
 ) -> nn.Module:
     """Apply `config` to `model` over `mesh`, in place, innermost technique first. The order is part of the contract.
 
@@ -62,6 +68,7 @@ def parallelize(
         mesh: `("replicate", "shard", "tensor")`, as returned by `build_mesh`.
         config: configuration to apply; its degrees must be those of the mesh.
         averages_replicas: let FSDP2 average gradients over the axis `replicate`; if False, the caller does that.
+        watches_allocator: count the model's forward passes for `fsdp_cache_flush_warnings`; if False, the caller does.
 
     Returns:
         The same module; its parameters are DTensors.
@@ -73,6 +80,8 @@ def parallelize(
         InitializationError: a parameter without a value cannot be initialized.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if watches_allocator and config.fsdp_cache_flush_warnings:
+        AllocatorWatch(torch.device(mesh.device_type)).attach(model)
     if is_sharded:
         match_float8(model, config)
         match_degrees(model, config)

@@ -9,10 +9,10 @@ a dispatch mode that sees the result of every operation, also in backward, and c
 until it is freed. Temporary memory inside an operation and the rounding of an allocator are not seen. FSDP2 frees and
 allocates gathered parameters by resizing their storage, which is counted, too.
 
-Gathered is what FSDP2 would hold at the peak of that step. It gathers a unit before it runs, in the type of
-computation, and in backward the unit before it, too; whole gradients of a unit wait until all are there. What belongs
-to no unit (embeddings, the head) is gathered from the forward pass to the end of backward. With `float8_all_gather`
-weights of float8 layers are gathered in one byte a value; their gradients keep the type of computation.
+Gathered is what FSDP2 would hold at the peak of that step: parameters in the type of computation, messages, and whole
+gradients of a unit until all are there; see `_Units`. What belongs to no unit (embeddings, the head) is gathered from
+the forward pass to the end of backward. With `float8_all_gather` weights of float8 layers are gathered in one byte a
+value; their gradients keep the type of computation.
 
 What `param_offload` and `optimizer_offload` keep in host memory counts there, and not on the device. A step on the host
 also needs a copy of the shards of parameters and gradients, if these are on the device.
@@ -26,7 +26,7 @@ Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -34,8 +34,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from hyperpod_plugins.errors import ConfigError
@@ -71,16 +70,19 @@ class TrackedMemory(TorchDispatchMode):
         """Most bytes so far."""
         self.added = self.peak_added = 0
         """Bytes that `add` has added, now and at the peak."""
+        self.divisor = 1
+        """Of the bytes of a new storage, one part in so many counts."""
         self._sizes: dict[int, int] = {}  # by storage; -1 for one that is left out
+        self._divisors: dict[int, int] = {}  # by storage, above 1
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count the storage of a tensor, now or later."""
-        storage = _storage_of(tensor)
-        key = storage._cdata
-        if key not in self._sizes:  # another storage may have its place later
-            weakref.finalize(storage, self._forget, key)
-        self.current -= max(0, self._sizes.get(key, 0))
-        self._sizes[key] = -1
+        for storage in _storages_of(tensor):
+            key = storage._cdata
+            if key not in self._sizes:  # another storage may have its place later
+                weakref.finalize(storage, self._forget, key)
+            self.current -= max(0, self._sizes.get(key, 0)) // self._divisors.pop(key, 1)
+            self._sizes[key] = -1
 
     def __enter__(self) -> Self:
         """Start to count."""
@@ -105,7 +107,8 @@ class TrackedMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.count(_storage_of(leaf))
+                for storage in _storages_of(leaf):
+                    self.count(storage)
         return result
 
     def count(self, storage: torch.UntypedStorage) -> None:
@@ -116,8 +119,10 @@ class TrackedMemory(TorchDispatchMode):
             return
         if known is None:
             weakref.finalize(storage, self._forget, key)
+            if self.divisor > 1:
+                self._divisors[key] = self.divisor
         self._sizes[key] = size
-        self._change(size - (known or 0))
+        self._change((size - (known or 0)) // self._divisors.get(key, 1))
 
     def add(self, num_bytes: float) -> None:
         """Count memory that no tensor stands for; a negative number takes it away again."""
@@ -130,7 +135,7 @@ class TrackedMemory(TorchDispatchMode):
             self.peak, self.peak_added = self.current, self.added
 
     def _forget(self, key: int) -> None:
-        self.current -= max(0, self._sizes.pop(key, 0))
+        self.current -= max(0, self._sizes.pop(key, 0)) // self._divisors.pop(key, 1)
 
 
 class UncountedPool(HostPool):
@@ -152,8 +157,14 @@ class UncountedPool(HostPool):
         return block
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Of what a tensor consists of; a tensor around others (of DTensor, of float8) has a storage without memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
+                yield from _storages_of(part)
+    else:
+        yield tensor.untyped_storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +177,8 @@ class TrainingShape:
     """Tokens of a sample."""
     optimizer_states: int = 2
     """Tensors of the size of a parameter that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
+    keeps_gradients: bool = False
+    """Whether gradients exist when a backward begins: with accumulation, or `zero_grad(set_to_none=False)`."""
     has_snapshots: bool = False
     """Whether ranks keep buddy snapshots: two of their own state, and two of another rank's."""
 
@@ -211,7 +224,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         """Return the parts in GiB."""
         parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "device", "host")
-        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts)
+        snapshots = f" (snapshots {self.host_snapshots / GIB:.2f})" if self.host_snapshots else ""
+        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts) + snapshots
 
 
 def plan_memory(
@@ -275,16 +289,15 @@ def smallest_degrees(
     plan = None
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
         split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=1)
-        topology = split.topology(world_size, ranks_per_node=ranks_per_node)
-        try:  # what a step computes does not depend on the shard degree
-            tracked = _track_step(module, split, topology, training, step or _language_model_step)
-        except ConfigError:
-            if tensor_degree == 1:
-                raise
-            continue  # the model cannot be split so
         for shard_degree in _divisors(world_size // tensor_degree, world_size // tensor_degree):
             tried = replace(split, hybrid_shard_degree=shard_degree)
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
+            try:
+                tracked = _track_step(module, tried, topology, training, step or _language_model_step)
+            except ConfigError:
+                if tensor_degree == 1:
+                    raise
+                break  # the model cannot be split so
             plan = _plan(module, tried, topology, training, tracked)
             if plan.device <= device_memory_gib * GIB:
                 return plan
@@ -348,12 +361,15 @@ def _track_step(
 ) -> _TrackedStep:
     """Run a step with fake tensors, and count."""
     tracker, cpu = TrackedMemory(), torch.device("cpu")
+    of_stream = config.tensor_parallel_degree if config.sequence_parallel else 1  # inputs of blocks are parts of it
     options = replace(config, sequence_parallel=False, loss_parallel=False)
     if options.sm_activation_offloading == "auto":  # as a job on GPUs begins
         options = replace(options, sm_activation_offloading=True)
     with FakeTensorMode():
         twin = _fake_twin(model, None if config.precision == "32-true" else torch.bfloat16)
-        _split_as_one_rank(twin, config)
+        split = _split_as_one_rank(twin, config)
+        if config.tensor_parallel_degree > 1 and config.sequence_parallel:
+            _split_stream(twin, config, tracker)
         _leave_masks_out(twin)
         if options.mlp_tiles > 1:
             tile_mlps(twin, options.mlp_tiles, is_tried=False)
@@ -363,11 +379,16 @@ def _track_step(
         kept = [*twin.parameters(), *twin.buffers()]
         for tensor in (*kept, *(each.grad for each in kept if each.grad is not None)):
             tracker.leave_out(tensor)
+        keeps_results = training.keeps_gradients or config.param_offload
+        units = _Units(twin, config, topology, tracker, split, keeps_results=keeps_results)
         if topology.world_size > 1:
-            _Units(twin, config, tracker).watch()
+            units.watch()
         try:
             with tracker:
-                step(twin.train(), training).backward()
+                loss = step(twin.train(), training)
+                if topology.world_size > 1:
+                    units.begin_backward()
+                loss.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise ConfigError(
                 f"a step of {type(model).__name__} depends on values, so it cannot be planned without them: "
@@ -376,7 +397,7 @@ def _track_step(
     return _TrackedStep(
         gathered=float(tracker.peak_added),
         activations=float(tracker.peak - tracker.peak_added),
-        host_activations=0.0 if offload is None else float(offload.stored_bytes),
+        host_activations=0.0 if offload is None else offload.stored_bytes / of_stream,
     )
 
 
@@ -399,11 +420,41 @@ def _fake_twin(model: nn.Module, computed: torch.dtype | None) -> nn.Module:
 
 
 class _Units:
-    """Counts what FSDP2 gathers: whole parameters and gradients of each unit, as the units of a model run."""
+    """Counts what FSDP2 holds besides shards, as the units of a model run.
 
-    def __init__(self, model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
-        self._model, self._tracker = model, tracker
+    In forward, a unit is gathered into a message, and copied from it into its parameters. The message is freed when
+    that of the next unit has arrived; the parameters, when the unit has run.
+
+    In backward, the message is freed at once. It arrives while the unit after this one is computed. When all gradients
+    of a unit are there, its parameters are freed, and the gradients are copied into a message, which is freed when the
+    next unit reduces. The results stay until the end. They become the gradients of the shards, or are added to those
+    that exist.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        topology: Topology,
+        tracker: TrackedMemory,
+        split: Collection[int],
+        *,
+        keeps_results: bool,
+    ) -> None:
+        """Count nothing yet.
+
+        Args:
+            model: As one rank computes it.
+            config: Configuration of the plan.
+            topology: Topology of the plan.
+            tracker: To add to.
+            split: The `id` of each parameter that is whole in `model`, but split by tensor parallelism.
+            keeps_results: Whether the results of reductions are none of the gradients that count elsewhere.
+        """
+        self._model, self._tracker, self._topology = model, tracker, topology
+        self._split, self._keeps_results = split, keeps_results
         self._size = _FLOAT32 if config.precision == "32-true" else _BFLOAT16
+        self._size_of_reduction = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
         self._in_float8 = _gathered_in_float8(model, config)
         self._keeps = not config.reshard_after_forward
         found = {id(block) for block in find_blocks(model, config.block_classes)}
@@ -411,8 +462,9 @@ class _Units:
         inside = {id(each) for unit in self._units for each in unit.parameters()}
         self._parameters = {id(unit): list(unit.parameters()) for unit in self._units}
         self._parameters[id(model)] = [each for each in model.parameters() if id(each) not in inside]
-        self._gathered = set[int]()
+        self._gathered, self._arrived = set[int](), set[int]()
         self._waiting: dict[int, set[int]] = {}
+        self._copied_message = self._reduced_message = 0
 
     def watch(self) -> None:
         """Count from now on."""
@@ -420,27 +472,55 @@ class _Units:
         for index, unit in enumerate(self._units):
             unit.register_forward_pre_hook(lambda unit, _: self._gather(unit), prepend=True)
             unit.register_forward_hook(lambda unit, *_: self._end_forward(unit))
-            neighbors = self._units[max(0, index - 1) : index + 1]  # the one before it is prefetched
-            unit.register_full_backward_pre_hook(partial(self._begin_backward, neighbors))
+            unit.register_full_backward_pre_hook(partial(self._begin_backward, index))
         for unit in (self._model, *self._units):
             trained = [each for each in self._parameters[id(unit)] if each.requires_grad]
             self._waiting[id(unit)] = {id(each) for each in trained}
             for each in trained:
                 each.register_post_accumulate_grad_hook(partial(self._accumulate, unit))
 
+    def begin_backward(self) -> None:
+        """The forward pass has ended."""
+        self._free_copied_message()
+        self._prefetch(len(self._units) - 1)
+
     def _num_bytes(self, unit: nn.Module) -> int:
         """What the parameters of a unit take while they are gathered."""
         return sum(
-            each.numel() * (_FLOAT8 if id(each) in self._in_float8 else self._size)
+            self._numel(each) * (_FLOAT8 if id(each) in self._in_float8 else self._size)
             for each in self._parameters[id(unit)]
         )
 
+    def _numel(self, parameter: Tensor) -> int:
+        return parameter.numel() // (self._topology.tensor_degree if id(parameter) in self._split else 1)
+
+    def _message_bytes(self, unit: nn.Module) -> int:
+        return self._num_bytes(unit) if self._topology.shard_degree > 1 else 0
+
+    def _receive(self, unit: nn.Module) -> None:
+        if id(unit) not in self._gathered | self._arrived:
+            self._arrived.add(id(unit))
+            self._tracker.add(self._message_bytes(unit))
+
+    def _prefetch(self, index: int) -> None:
+        if index >= 0 and not self._keeps:
+            self._receive(self._units[index])
+
     def _gather(self, unit: nn.Module) -> None:
-        """A message arrives as a whole, and is copied into the parameters."""
-        if id(unit) not in self._gathered:
-            self._gathered.add(id(unit))
-            self._tracker.add(2 * self._num_bytes(unit))
-            self._tracker.add(-self._num_bytes(unit))
+        if id(unit) in self._gathered:
+            return
+        self._receive(unit)
+        self._free_copied_message()
+        self._gathered.add(id(unit))
+        self._arrived.discard(id(unit))
+        self._tracker.add(self._num_bytes(unit))
+        self._copied_message = self._message_bytes(unit)
+        if is_in_backward():
+            self._free_copied_message()
+
+    def _free_copied_message(self) -> None:
+        self._tracker.add(-self._copied_message)
+        self._copied_message = 0
 
     def _free(self, unit: nn.Module) -> None:
         if id(unit) in self._gathered:
@@ -451,21 +531,29 @@ class _Units:
         if not (is_in_backward() or self._keeps):  # in backward, a recomputation
             self._free(unit)
 
-    def _begin_backward(self, neighbors: list[nn.Module], *_: Any) -> None:
-        for unit in neighbors:
-            self._gather(unit)
+    def _begin_backward(self, index: int, unit: nn.Module, *_: Any) -> None:
+        self._gather(unit)
+        self._prefetch(index - 1)
 
     def _accumulate(self, unit: nn.Module, parameter: Tensor) -> None:
-        """Whole gradients wait until all of the unit are there, and are reduced in one message in float32."""
-        self._tracker.add(self._size * parameter.numel())
+        """Whole gradients wait until all of the unit are there."""
+        self._tracker.add(self._size * self._numel(parameter))
         waiting = self._waiting[id(unit)]
         waiting.discard(id(parameter))
         if not waiting:
-            num_trained = sum(each.numel() for each in self._parameters[id(unit)] if each.requires_grad)
-            self._free(unit)
-            message = num_trained * _FLOAT32
-            self._tracker.add(message)
-            self._tracker.add(-message - num_trained * self._size)
+            self._reduce(unit)
+
+    def _reduce(self, unit: nn.Module) -> None:
+        num_trained = sum(self._numel(each) for each in self._parameters[id(unit)] if each.requires_grad)
+        self._free(unit)
+        self._tracker.add(-self._reduced_message)
+        self._reduced_message = num_trained * self._size_of_reduction
+        self._tracker.add(self._reduced_message)
+        self._tracker.add(-num_trained * self._size)  # copied
+        result = self._reduced_message // self._topology.shard_degree
+        self._tracker.add(result)
+        if not self._keeps_results:
+            self._tracker.add(-result)
 
 
 def _gathered_in_float8(model: nn.Module, config: ParallelConfig) -> set[int]:
@@ -476,18 +564,24 @@ def _gathered_in_float8(model: nn.Module, config: ParallelConfig) -> set[int]:
     return {id(each.weight) for each in linears.values()}
 
 
-def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> None:
+def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> set[int]:
     """Give linear layers that tensor parallelism splits the sizes that they have on one rank, so that activations do.
 
-    A head whose logits are gathered stays whole, and so does the residual stream with `sequence_parallel`.
+    Embeddings, and a head whose logits are gathered, stay whole.
+
+    Returns:
+        The `id` of each parameter that stays whole here, but is split on a rank.
     """
     degree = config.tensor_parallel_degree
     if degree == 1:
-        return
+        return set()
+    whole = set[int]()
     styles = {"colwise": 0, "rowwise": 1} | ({"colwise_gather_output": 0} if config.loss_parallel else {})
     for name, style in plan_for(model, config).items():
         part: Any = model.get_submodule(name)
         if not isinstance(style, str) or not isinstance(part, nn.Linear) or style not in styles:
+            if style in _SPLIT:
+                whole |= {id(each) for each in part.parameters(recurse=False)}
             continue
         shape, bias = list(part.weight.shape), part._parameters["bias"]
         shape[styles[style]] //= degree
@@ -497,6 +591,56 @@ def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> None:
         if style == "colwise_gather_output":  # the loss of transformers takes the number of logits from here
             config_of_model: Any = getattr(model, "config", None)
             config_of_model.vocab_size = shape[0]
+    return whole
+
+
+def _split_stream(model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
+    """Count one rank's part of the residual stream, which `sequence_parallel` splits along the sequence.
+
+    The model computes the whole. Of what arises between the layers that tensor parallelism splits, `tracker` counts the
+    part of one rank; from where the stream is gathered to where results are reduced to parts, it counts all.
+    """
+    degree, gathered = config.tensor_parallel_degree, dict[str, tuple[Tensor, Tensor]]()
+    for name, style in plan_for(model, config).items():
+        owner = name.rpartition(".")[0] if style == "colwise" else name
+
+        def gather(_: nn.Module, args: tuple[Any, ...], owner: str = owner) -> tuple[Any, ...]:
+            read, *rest = args
+            if owner not in gathered or gathered[owner][0] is not read:  # several layers read one tensor
+                gathered[owner] = read, _Boundary.apply(read, tracker, degree, 1)
+            return gathered[owner][1], *rest
+
+        def forget(*_: object, owner: str = owner) -> None:
+            gathered.pop(owner, None)
+
+        def reduce(_: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
+            return _Boundary.apply(result, tracker, 1, degree)
+
+        part = model.get_submodule(name)
+        if style in ("colwise", "colwise_gather_output"):
+            part.register_forward_pre_hook(gather)
+            model.get_submodule(owner).register_forward_hook(forget, always_call=True)  # recomputations end early
+        elif style in ("rowwise", "embedding_rowwise"):
+            part.register_forward_hook(reduce)
+    for block in outermost_blocks(model, config.block_classes):  # also where it is computed again
+        block.register_forward_pre_hook(lambda *_: setattr(tracker, "divisor", degree))
+
+
+class _Boundary(torch.autograd.Function):
+    """Copies a tensor where the residual stream begins or ends, and its gradient; see `_split_stream`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, tracker: TrackedMemory, before: int, after: int) -> Tensor:
+        """Count, from the copy on, one part in `after`."""
+        ctx.tracker, ctx.before = tracker, before
+        tracker.divisor = after
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Count, from the copy on, one part in `before`."""
+        ctx.tracker.divisor = ctx.before
+        return gradients[0].clone(), None, None, None
 
 
 def _leave_masks_out(model: nn.Module) -> None:

@@ -48,6 +48,11 @@ def test_ways_to_load_a_pretrained_model_give_the_same_shards(tmp_path):
     assert {(each["way"], each["rank"]) for each in samples} == {
         (way, rank) for way in ("at once", "delayed", "delayed on rank 0") for rank in range(2)
     }
+    for way in ("delayed", "delayed on rank 0"):
+        read = [each["disk_bytes"] / each["file_bytes"] for each in samples if each["way"] == way]
+        assert sum(read) == 0.0 or 0.9 < sum(read) < 1.15  # each byte once; 0 where the folder is in memory
+        if way == "delayed on rank 0":
+            assert read[1] < 0.1
 
 
 def test_checkpoints_are_read_back_as_they_were_saved(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,13 +99,22 @@ def test_limits_of_the_offload_are_those_of_long_steps():
     assert offload.limits_of(found, [4096])[-1].held == "not measured"
 
 
+def test_what_keeps_all_activations_on_the_host_is_left_out_where_it_has_no_room(monkeypatch):
+    model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=36, hidden_size=2560))
+    monkeypatch.setattr(offload, "host_share", lambda: 128 * 2**30)
+    fits = [tokens for tokens in offload.LENGTHS if offload.fit_on_host(model, tokens, offload.TIMES_INPUTS)]
+    assert fits == [4096, 8192]  # 25.7 GB at 4,096 tokens, of 82
+    assert offload.needs_host_alone(model, 16_384, [offload.ALL_SAVED])
+    assert not offload.needs_host_alone(model, 16_384, [offload.OURS])
+
+
 @pytest.mark.slow_single
 def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         fp8.main([])  # in full they need a GPU
     ways = {
-        offload: {"recompute", "none", "Accelerate offload", "recompute + offload"},
+        offload: {"recompute", "none", "Accelerate offload", "torch save_on_cpu", "recompute + offload"},
         chunks_and_tiles: {"whole", "chunked loss", "tiled MLP", "chunked loss + tiled MLP"},
         fp8: {"bfloat16", "tensorwise", "rowwise"},
         delayed_load: {"whole", "device_map", "delayed"},

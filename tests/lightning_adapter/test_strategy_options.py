@@ -1,6 +1,8 @@
 """What a Trainer accepts for this strategy before any process is started, and what it refuses and how."""
 
 import json
+import sys
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -130,6 +132,52 @@ def test_a_precision_plugin_of_another_kind_is_refused():
 
     with pytest.raises(ConfigError, match=r"\(FSDPPrecision\).*no precision plugin"):
         make_trainer("hyperpod", plugins=[FSDPPrecision("bf16-mixed")])
+
+
+@pytest.fixture
+def with_transformer_engine(monkeypatch):
+    """Lightning asks for the library's version, which the stand-in has none of."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "stand_ins"))
+    monkeypatch.setattr("lightning.fabric.plugins.precision.transformer_engine._TRANSFORMER_ENGINE_AVAILABLE", True)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+def test_lightnings_name_for_transformer_engine_is_its_recipe_with_weights_in_bfloat16():
+    trainer = make_trainer("hyperpod", precision="transformer-engine")
+    assert trainer.precision == trainer.strategy.config.precision == "bf16-true"
+    assert trainer.strategy.config.float8_recipe == "te-fp8"
+    with pytest.raises(ConfigError, match=r"weights in torch.float16.*float8_recipe='te-fp8'"):
+        make_trainer("hyperpod", precision="transformer-engine-float16")
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+@pytest.mark.parametrize(
+    ("by_strategy", "options", "message"),
+    [
+        ({}, {"recipe": {"margin": 1}}, "takes no options of TransformerEnginePrecision"),
+        ({}, {"replace_layers": False}, "takes no options of TransformerEnginePrecision"),
+        ({}, {"fallback_compute_dtype": torch.float32}, "other layers in torch.float32"),
+        ({"precision": "bf16-mixed"}, {}, "the strategy has precision='bf16-mixed'"),
+        ({"float8_recipe": "rowwise"}, {}, "float8_recipe='rowwise'"),
+    ],
+)
+def test_what_it_cannot_mean_is_refused(by_strategy, options, message):
+    from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+
+    plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, **options)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(HyperPodStrategy(**by_strategy), plugins=[plugin])
+
+
+def test_lightning_refuses_the_name_where_the_strategy_is_an_object():
+    """Before the strategy sees it; docs/guides/float8.md says what to write."""
+    with pytest.raises(ValueError, match="`ModelParallelStrategy` does not support"):
+        make_trainer(HyperPodStrategy(), precision="transformer-engine")
+    trainer = make_trainer(HyperPodStrategy(float8_recipe="te-fp8"), precision="bf16-true")
+    assert (trainer.strategy.config.precision, trainer.strategy.config.float8_recipe) == ("bf16-true", "te-fp8")
 
 
 # -- other arguments of the Trainer -----------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def test_the_config_cannot_be_changed_after_checking():
         ("tensor_parallel_degrees", "'tensor_parallel_degree'"),
         ("sm_activation_offload", "'sm_activation_offloading'"),
         ("Random_Seed", "'random_seed'"),
+        ("offload_activations", "'activation_offload'"),  # and not offload_params, which is another thing
     ],
 )
 def test_an_unknown_key_is_told_its_nearest(key, suggestion):
@@ -296,7 +297,10 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
 )
 def test_parts_of_the_shard_axis_name_what_they_do_not_go_with_yet(key, beside):
     name, value = next(iter(beside.items()))
-    raised(NotBuiltYetError, lambda: ParallelConfig(**{key: 2}, **beside), f"{key}=2", f"{name}={value!r}")
+    make = lambda: ParallelConfig(**{key: 2}, **beside)  # noqa: E731
+    message = raised(NotBuiltYetError, make, f"{key}=2", f"{name}={value!r}")
+    default = next(field.default for field in dataclasses.fields(ParallelConfig) if field.name == name)
+    assert message.endswith(f"Set {name}={default!r}, or {key}=1.")
 
 
 def test_a_context_lies_in_the_shard_axis():

@@ -241,11 +241,14 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        ({"tensor_parallel_degree": 2}, "combined with tensor_parallel_degree"),
-        ({"activation_checkpointing": "full"}, "combined with activation_checkpointing"),
+        (
+            {"tensor_parallel_degree": 2},
+            r"combined with tensor_parallel_degree \(its layers do not take DTensors\). Leave",
+        ),
+        ({"activation_checkpointing": "full"}, r"combined with activation_checkpointing \(its layers would run twice"),
         ({"sm_activation_offloading": True}, "combined with activation_offload"),
-        ({"mlp_tiles": 2}, "combined with mlp_tiles"),
-        ({"delayed_init": True}, "combined with delayed_init"),
+        ({"mlp_tiles": 2}, r"combined with mlp_tiles \(its layers would run twice"),
+        ({"delayed_init": True}, r"combined with delayed_init \(its layers are made from the values"),
         ({"float8_all_gather": True}, "needs float8_recipe='tensorwise', but it is 'te-fp8'"),
         ({"te_scaling": {"margin": -1}}, "margin must be a whole number of at least 0"),
         ({"te_scaling": {"fp8_format": "E5M2"}}, "fp8_format must be one of HYBRID, E4M3"),
