@@ -330,6 +330,14 @@ class Snapshots:
         self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
         for shelf in (self._own, self._of_source):
             shelf.load_previous(is_good=memory is not None and memory.is_replacement)
+        self._committed = None if memory is None else memory.committed_steps(self._rank)
+        left = None
+        if memory is not None and self._committed is not None:
+            left = self._committed.load() if memory.is_replacement else None
+            if left is None:
+                self._committed.clear()
+        self.last_committed = NO_STATE if left is None else left
+        """Steps committed by this process or, until it commits any, by the one that it replaces; else NO_STATE."""
         self._complete = NO_STATE
         self._returned: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -360,6 +368,12 @@ class Snapshots:
         snapshot = (self._own if rank == self._rank else self._of_source).find(step)
         assert snapshot is not None
         return snapshot
+
+    def record_committed(self, step: int) -> None:
+        """Record that this rank has committed `step` steps, for the process that may replace this one."""
+        self.last_committed = step
+        if self._committed is not None:
+            self._committed.record(step)
 
     # -- taking ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from hyperpod_plugins.parallel.topology import Topology
 log = logging.getLogger(__name__)
 _NUM_SLOTS = 2
 _FORMAT = 1
+_NUM_DIGITS = 12  # of a number of steps
 _CHUNK_BYTES = 64 * 2**20  # processed between two calls of `check`
 _MIN_FREE_PART, _MIN_FREE_BYTES = 0.5, 2**30
 
@@ -69,6 +70,10 @@ class SharedMemory:
         """Two slots for the snapshots of `rank`, in files that `name` tells apart."""
         return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.identity_of(rank))
 
+    def committed_steps(self, rank: int) -> "CommittedSteps":
+        """The number of steps that `rank` has committed."""
+        return CommittedSteps(self.folder / f"{self.worker_id}.committed", self.identity_of(rank))
+
 
 def shared_memory(
     job: JobEnv, worker_id: int, world: WorldPlan, topology: Topology, *, num_ended: int, is_joining: bool
@@ -93,6 +98,39 @@ def shared_memory(
         identity_of=lambda rank: f"{layout} rank={rank}",
         is_replacement=is_joining,
     )
+
+
+class CommittedSteps:
+    """The number of committed steps of one rank in shared memory, so that a return can say how many steps it loses."""
+
+    def __init__(self, path: Path, whose: str) -> None:
+        """Use the file `path` for the rank that `whose` identifies."""
+        self._path = path
+        self._whose = f" {whose}\n".encode()
+
+    def load(self) -> int | None:
+        """The number that the previous process left; None if it left none for the same rank."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                number, whose = file.read(_NUM_DIGITS), file.read()
+        except OSError:
+            return None
+        return int(number) if whose == self._whose and number.isdigit() else None
+
+    def record(self, step: int) -> None:
+        """Record that `step` steps are committed. A failure is ignored: the number serves a message only."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError):
+            file = os.open(self._path, flags, 0o600)
+            try:
+                os.pwrite(file, b"%0*d" % (_NUM_DIGITS, step) + self._whose, 0)  # always of the same length
+            finally:
+                os.close(file)
+
+    def clear(self) -> None:
+        """Delete what the previous process left."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 class SharedSlots:

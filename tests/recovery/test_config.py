@@ -1,6 +1,7 @@
 """What a job says at its start and after a fault."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -70,3 +71,6 @@ def test_a_return_to_a_snapshot_is_one_line():
     assert str(first).endswith("7 steps lost, going on after step 3: all ranks return to the snapshot of step 3")
     assert [each.is_reported_by(0, 2) for each in (first, second)] == [True, False]
     assert not str(repair("killed by SIGKILL", level=RecoveryLevel.REPLACE)).endswith("snapshot of step 3")
+    unknown = replace(first, steps_lost=None)
+    assert "an unknown number of steps lost, going on after step 3" in str(unknown)
+    assert unknown.event().details["steps_lost"] == "unknown"
