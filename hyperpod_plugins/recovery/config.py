@@ -1,7 +1,7 @@
 """User options for recovery, the same for all kinds of training loops."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -106,8 +106,11 @@ class RecoveryOptions:
 
     def snapshots(self, topology: Topology) -> SnapshotPolicy:
         """How to take snapshots in a job with this topology."""
-        is_needed = self.snapshot_every_steps != "auto" or topology.has_shard_on_one_node
-        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
+        is_measured = self.snapshot_every_steps == "auto"
+        if topology.world_size == 1 or (is_measured and not topology.has_shard_on_one_node):
+            return SnapshotPolicy()
+        needs_buddies = not is_measured or topology.replicate_degree == 1 or not topology.is_one_node
+        return replace(self._snapshots, needs_buddies=needs_buddies)
 
     def cost_of_loss(self, topology: Topology, *, restarts_node: bool = False, outlives: bool = True) -> str:
         """What losses cost a job with this topology, and how to lose less: one line for the log.
