@@ -266,7 +266,8 @@ class SnapshotBuffer:
             PeerLost: the groups broke meanwhile.
         """
         if self._slots is not None and step in self._snapshots:
-            self._slots.record(self._snapshots[step], _refuse_broken)
+            outlives = self._slots.record(self._snapshots[step], _refuse_broken)
+            self.is_short |= not outlives and self._snapshots[step].data.numel() > 0
 
     def keep_only(self, step: int) -> None:
         """Drop all snapshots but that of `step`."""

@@ -185,14 +185,14 @@ class SharedSlots:
         if slot is not None:
             self._heads[slot].unlink(missing_ok=True)
 
-    def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> None:
-        """Make a complete snapshot, whose data is in one of the slots, outlive this process.
+    def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> bool:
+        """Make a complete snapshot outlive this process, if its data is in one of the slots; return whether it does.
 
         `check` is called now and then; if it raises, the snapshot is not recorded and the exception propagates.
         """
         slot = self._slot_of(snapshot.data)
         if slot is None:
-            return
+            return False
         sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
         described = {
             "format": _FORMAT,
@@ -209,6 +209,8 @@ class SharedSlots:
             partial.rename(self._heads[slot])
         except OSError:  # no room left, or the agent is gone: the snapshot lives only as long as this process
             partial.unlink(missing_ok=True)
+            return False
+        return True
 
     def load(self) -> list[Snapshot]:
         """The snapshots that the previous process left, if they are complete and of the same state.
