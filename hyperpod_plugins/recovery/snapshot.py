@@ -15,7 +15,7 @@ next generation assembles.
 
 [Note: no buddies] Where shards have replicas and all ranks are on one node, snapshots only serve the loss of many ranks
 at once. Those in shared memory outlive them, and a buddy's copy would be lost with the node as they are, so none is
-sent.
+sent. Ranks record their own before they exchange sizes, so a rank that has the sizes of all knows that all have it.
 """
 
 import logging
@@ -515,10 +515,10 @@ class Snapshots:
             self.when_exchanging(step)
             self._send_receive(own, [header, trainer, data], step)
             self._of_source.record(step)
-        else:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+        else:  # each rank had its own recorded when it sent its sizes
             self._of_source.keep_only(step)
             self.when_exchanging(step)
-        dist.all_reduce(torch.zeros(1), group=self._group)
         self._num_stalls = 0
         self._pace.agree_on([size[5] for size in sizes])
         num_short = sum(size[6] for size in sizes)
