@@ -283,6 +283,18 @@ class SnapshotBuffer:
         else:
             self._slots.clear()
 
+    def is_intact(self, step: int, check: Callable[[], None] = lambda: None) -> bool:
+        """Whether the snapshot of a step, if there is one, has its checksum; drops it if not.
+
+        Only one that the previous process left may have lost it. If `check`, which is called now and then, raises,
+        the exception propagates.
+        """
+        snapshot = self._snapshots.get(step)
+        if snapshot is None or self._slots is None or self._slots.is_intact(snapshot, check):
+            return True
+        del self._snapshots[step]
+        return False
+
     def _drop(self, step: int) -> None:
         self._spare = self._snapshots.pop(step).data
         if self._slots is not None:
@@ -566,6 +578,20 @@ class Snapshots:
         self._pace.reset([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
         self._refusal = None  # `_num_stalls` stays: a stalled exchange itself leads to a repair
+
+    def drop_damaged(self) -> None:
+        """Drop the snapshots of the previous process that are damaged."""
+        for shelf in (self._own, self._of_source):
+            for step in shelf.steps:
+                shelf.is_intact(step)
+
+    def is_intact(self, step: int) -> bool:
+        """Whether this rank's snapshots of a step are intact; drops those that are not.
+
+        Raises:
+            PeerLost: the groups broke meanwhile.
+        """
+        return all([shelf.is_intact(step, _refuse_broken) for shelf in (self._own, self._of_source)])
 
     # -- restoring -----------------------------------------------------------------------------------------------
 

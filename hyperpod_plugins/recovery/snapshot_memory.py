@@ -3,7 +3,7 @@
 A slot is two files: `NAME.data` holds the bytes of all tensors and is mapped into memory; `NAME.head` describes them
 and holds the rest. As a process may end at any moment, the head is deleted before the data changes, and written (to a
 temporary name, then renamed) once the data is complete. It holds a checksum of everything, which is verified before
-anything is used.
+anything is used, and not before it is needed: a replacement mostly gets its state from a replica, which waits for it.
 
 Others use shared memory too, such as the workers of a DataLoader, and a process that writes to it when it is full
 gets a SIGBUS. So a good part of it stays free, and a snapshot that does not fit is kept in the memory of its process.
@@ -143,6 +143,8 @@ class SharedSlots:
         self._whose = whose
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
+        self._unverified: dict[int, int] = {}
+        """Checksum in the head of each slot that the previous process left and that has not been verified."""
         # If memory is unmapped while registered with CUDA, the next mapping at its address cannot be registered.
         weakref.finalize(self, _unregister_all, self._registered).atexit = False
 
@@ -160,6 +162,7 @@ class SharedSlots:
         slot = next(index for index in range(_NUM_SLOTS) if index not in used)
         self._memory.pop(slot, None)
         _unregister(self._registered.pop(slot, None))
+        self._unverified.pop(slot, None)
         self._remove(slot)  # not overwritten: the previous process may still have it mapped
         if num_bytes == 0:
             return None
@@ -183,6 +186,7 @@ class SharedSlots:
         """Invalidate a snapshot: its memory is about to change, or it is no longer needed."""
         slot = self._slot_of(data)
         if slot is not None:
+            self._unverified.pop(slot, None)
             self._heads[slot].unlink(missing_ok=True)
 
     def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> bool:
@@ -215,13 +219,27 @@ class SharedSlots:
     def load(self) -> list[Snapshot]:
         """The snapshots that the previous process left, if they are complete and of the same state.
 
-        Deletes all others: they would only take memory.
+        Deletes all others: they would only take memory. Call `is_intact` before you use one.
         """
         found = {slot: self._load(slot) for slot in range(_NUM_SLOTS)}
         for slot, snapshot in found.items():
             if snapshot is None:
                 self._remove(slot)
         return [snapshot for snapshot in found.values() if snapshot is not None]
+
+    def is_intact(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> bool:
+        """Whether a snapshot of `load` has its checksum; deletes it if not.
+
+        `check` is called now and then; if it raises, the exception propagates.
+        """
+        slot = self._slot_of(snapshot.data)
+        if slot is None or slot not in self._unverified:
+            return True
+        is_intact = _checksum(snapshot.header, snapshot.trainer, snapshot.data, check) == self._unverified[slot]
+        del self._unverified[slot]
+        if not is_intact:
+            self._remove(slot)
+        return is_intact
 
     def clear(self) -> None:
         """Delete what the previous process left."""
@@ -239,6 +257,7 @@ class SharedSlots:
             if (described["format"], described["whose"]) != (_FORMAT, self._whose):
                 return None
             step, (of_header, of_trainer, num_bytes) = int(described["step"]), described["sizes"]
+            checksum = int(described["checksum"])
             file = os.open(self._data[slot], os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_size != num_bytes or len(texts) != of_header + of_trainer:
@@ -249,8 +268,7 @@ class SharedSlots:
         except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
             return None
         header, trainer = texts[:of_header], texts[of_header:]
-        if _checksum(header, trainer, data) != described["checksum"]:
-            return None
+        self._unverified[slot] = checksum
         self._use(slot, data)
         return Snapshot(step=step, header=header, trainer=trainer, data=data)
 

@@ -606,6 +606,10 @@ class StepTransaction:
             break_groups(str(wish))
             raise PeerLost(cause)
         snapshots = self._snapshots
+        if plan.is_return and snapshots is not None and not snapshots.is_intact(plan.step):
+            cause = f"the snapshots of step {plan.step} in the memory of rank {self._member.rank} are damaged"
+            self._member.fail("collective", cause)
+            raise PeerLost(cause)
         self._training_loop.end_iteration()
         if not plan.is_return:
             try:

@@ -52,8 +52,10 @@ def assert_same(found, calm, num_ranks):
             [["snapshot", 5, 1, "sleep 0.5"], ["committed", 5, 1, "kill"], ["forward", 9, 0, "kill"]],
             (0, 1),
         ),
+        # What a process left is damaged: all return to what its buddy has.
+        ({"EVERY": "2", "DAMAGES": "1"}, [["forward", 9, 1, "kill"]], (1, 3)),
     ],
-    ids=["exchange", "auto", "each"],
+    ids=["exchange", "auto", "each", "damaged"],
 )
 def test_a_rank_that_is_lost_with_its_shard(calm, tmp_path, options, faults, num_lost):
     environ = {"SHARDS": "2", **options}
