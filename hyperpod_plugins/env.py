@@ -97,7 +97,7 @@ class JobEnv:
     restart_count: int = 0
     """How often the agents have restarted all workers."""
     agent_pid: int = 0
-    """Pid of the agent, with which this process exits; 0 if `hyperpodrun` takes care of that."""
+    """Pid of torchrun's agent, with which this process exits; 0 if `hyperpodrun` takes care of that."""
     resume_from: str = ""
     """Checkpoint to resume from after a restart of all workers; empty to follow the program."""
     shard_degree: int = 0

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from benchmarks import harness, ranks
 from benchmarks.recovery_jobs import workload
 from benchmarks.stats import rotated
-from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.elastic.process import make_snapshot_folder
+from hyperpod_plugins.env import SNAPSHOTS_VARIABLE, JobEnv
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.fit_recovery import FitRecovery
 from hyperpod_plugins.lightning.recovery import NullRecovery
@@ -147,11 +148,14 @@ def order_of(round_index: int) -> list[str]:
     return rotated(MODES, round_index)
 
 
-def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, part: Part) -> None:
-    """A Trainer that is told of an agent's store, which here the benchmark serves; what it keeps goes with `folder`."""
+def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, snapshots: str, part: Part) -> None:
+    """A Trainer that is told of an agent's store, which here the benchmark serves; what it keeps goes with `folder`.
+
+    Both replicas are on one node, so snapshots are taken, in the shared memory of the folder `snapshots`.
+    """
     warnings.filterwarnings("ignore")
     job = JobEnv(store_host="127.0.0.1", store_port=int(os.environ["MASTER_PORT"]), run_id="overhead")
-    os.environ.update(job.to_environ())
+    os.environ.update(job.to_environ() | {SNAPSHOTS_VARIABLE: snapshots})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
@@ -176,7 +180,7 @@ def compare(schedule: harness.Schedule, part: Part) -> harness.Comparison:
     runs = {mode: harness.Run(name=mode) for mode in MODES}
     for start_index, num_rounds in enumerate(schedule.rounds_per_start):
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            kwargs = {"schedule": schedule, "folder": folder, "part": part}
+            kwargs = {"schedule": schedule, "folder": folder, "snapshots": make_snapshot_folder(), "part": part}
             with ranks.RankGroup(replace(contender, kwargs=kwargs), Path(folder)) as group:
                 group.wait_ready(schedule.setup_timeout_s)
                 group.take_turn(ranks.Order(lead_in=schedule.warmup, steps=1), schedule.turn_timeout_s)

@@ -181,6 +181,17 @@ class Topology:
         """Return the index of the node that a rank is on."""
         return global_rank // self.ranks_per_node if self.ranks_per_node else 0
 
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks are on the same node."""
+        return self.node_of(self.world_size - 1) == 0
+
+    @property
+    def has_shard_on_one_node(self) -> bool:
+        """Whether all copies of some shard are on the same node, so that its loss takes the shard."""
+        shards = (self.peers(rank, "replicate") for rank in range(self.replica_size))
+        return any(len({self.node_of(rank) for rank in copies}) == 1 for copies in shards)
+
     def placement_notes(self) -> tuple[str, ...]:
         """Return one sentence for each axis of this layout that crosses nodes at a cost; empty if there is none."""
         notes: list[str] = []

@@ -1,7 +1,7 @@
 """User options for recovery, the same for all kinds of training loops."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -52,9 +52,10 @@ class RecoveryOptions:
 
     Snapshots are for shards without a remaining replica: all ranks return to the newest complete snapshot and run at
     most this many steps again; up to twice as many if this is more than one and the fault interrupts the exchange of
-    a snapshot. With `"auto"`, if each shard exists once (replicate degree 1), snapshots are taken as often as they
-    cost less than 0.5 % of the time, which is measured in the first steps and printed. If shards have replicas,
-    `"auto"` takes none: if all replicas of a shard are lost at once, all ranks return to the last checkpoint."""
+    a snapshot. With `"auto"`, if all copies of a shard are on one node (each shard exists once, or all replicas share
+    a node), snapshots are taken as often as they cost less than 0.5 % of the time, which is measured in the first
+    steps and printed. If the copies of each shard are on several nodes, `"auto"` takes none: if all of them are lost
+    at once, all ranks return to the last checkpoint."""
     snapshot_memory_fraction: float = 0.5
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
     rank_local_state: Literal["exact", "replica"] = "exact"
@@ -105,27 +106,61 @@ class RecoveryOptions:
 
     def snapshots(self, topology: Topology) -> SnapshotPolicy:
         """How to take snapshots in a job with this topology."""
-        is_needed = self.snapshot_every_steps != "auto" or topology.replicate_degree == 1
-        return self._snapshots if is_needed and topology.world_size > 1 else SnapshotPolicy()
+        is_measured = self.snapshot_every_steps == "auto"
+        if topology.world_size == 1 or (is_measured and not topology.has_shard_on_one_node):
+            return SnapshotPolicy()
+        needs_buddies = not is_measured or topology.replicate_degree == 1 or not topology.is_one_node
+        return replace(self._snapshots, needs_buddies=needs_buddies)
 
-    def cost_of_loss(self, topology: Topology) -> str:
-        """What the loss of one rank costs a job with this topology, and how to lose less: one line for the log."""
+    def cost_of_loss(self, topology: Topology, *, restarts_node: bool = False, outlives: bool = True) -> str:
+        """What losses cost a job with this topology, and how to lose less: one line for the log.
+
+        Args:
+            topology: of the job.
+            restarts_node: whether the loss of one rank ends all ranks of its node, as under torchrun.
+            outlives: whether snapshots are in shared memory, which outlives the ranks of a node.
+        """
+        replaced = (
+            "costs no committed step: its replacement takes its state from another of the "
+            f"{topology.replicate_degree} replicas of its shard"
+        )
+        if not topology.has_shard_on_one_node:
+            return f"the loss of a rank, or of all ranks of a node, {replaced}"
+        since_snapshot, since_checkpoint = self._since(topology), "since the last checkpoint"
+        of_node = since_snapshot if outlives or not topology.is_one_node else since_checkpoint
+        if topology.replicate_degree > 1 and not restarts_node:
+            return (
+                f"the loss of a rank {replaced}. The loss of all ranks of a node at once costs the steps {of_node}. "
+                "Spread the replicas over several nodes to lose none"
+            )
         if topology.replicate_degree > 1:
             return (
-                "the loss of a rank costs no committed step: its replacement takes its state from another of the "
-                f"{topology.replicate_degree} replicas of its shard"
+                f"the loss of a rank costs the steps {of_node}, as torchrun restarts all ranks of a node with the "
+                "first that fails. Start the program with hyperpodrun, which replaces one rank alone, or spread the "
+                "replicas over several nodes to lose none"
             )
-        policy, since = self.snapshots(topology), "the last checkpoint"
-        if policy.is_measured:
-            since = (
-                f"the last buddy snapshot (one after each step, or as many as cost {100 * MAX_COST:g} % of the time)"
-            )
-        elif policy.every_steps:
-            since = f"the last buddy snapshot (one after every {policy.every_steps} steps)"
         how = (
             "Use more ranks" if topology.shard_degree == 1 else f"Set hybrid_shard_degree below {topology.shard_degree}"
         )
-        return f"the loss of a rank costs the steps since {since}, as each shard exists once. {how} to lose none"
+        why = "as each shard exists once"
+        if restarts_node:
+            how += " and start the program with hyperpodrun, which replaces one rank alone,"
+            why += " and torchrun restarts all ranks of a node with the first that fails"
+        of_rank = of_node if restarts_node else since_snapshot
+        also = "" if of_rank == of_node else f" The loss of all ranks at once costs those {of_node}."
+        return f"the loss of a rank costs the steps {of_rank}, {why}.{also} {how} to lose none"
+
+    def _since(self, topology: Topology) -> str:
+        """Since when steps are lost if all copies of a shard are: a clause for the log."""
+        policy = self.snapshots(topology)
+        if policy.is_measured:
+            return (
+                "since the last buddy snapshot (one after each step, or as many as cost "
+                f"{100 * MAX_COST:g} % of the time)"
+            )
+        if policy.every_steps:
+            return f"since the last buddy snapshot (one after every {policy.every_steps} steps)"
+        return "since the last checkpoint"
 
     @property
     def _snapshots(self) -> SnapshotPolicy:

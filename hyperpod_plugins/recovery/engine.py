@@ -35,7 +35,7 @@ from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
 from hyperpod_plugins.elastic.store.left_loops import LeftLoop, departures, have_all_left
 from hyperpod_plugins.elastic.store.world import WorldPlan
-from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.env import JobEnv, snapshot_folder
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
@@ -189,7 +189,8 @@ class RecoveryEngine:
         member = self.member
         job = RehearsedCall.create(member.rank, self._entry, training_index=self._training_index)
         if member.rank == 0 and not member.is_joining:
-            log_once(self.options.cost_of_loss(topology))
+            outlives = snapshot_folder() is not None
+            log_once(self.options.cost_of_loss(topology, restarts_node=bool(member.job.agent_pid), outlives=outlives))
         if self.snapshots is None and snapshot_group is not None:
             memory = shared_memory(
                 member.job,

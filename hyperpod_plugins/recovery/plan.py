@@ -132,6 +132,8 @@ class Arrival:
     """Steps of which it has a snapshot of itself."""
     source_snapshots: tuple[int, ...] = ()
     """Steps of which it has a snapshot of its source rank."""
+    last_committed: int = NO_STATE
+    """Steps that it, or else the process that it replaces, has committed; `NO_STATE` if it does not know."""
     rank_local_steps: tuple[int, ...] | None = None
     """Steps of which it keeps its source rank's rank-local state; None if it keeps none, or none so far."""
     unshared_ranks: tuple[int, ...] = ()
@@ -180,8 +182,8 @@ class RecoveryPlan:
     """Ranks that commit the step they voted for."""
     senders: Mapping[int, int]
     """For each rank that needs state or a snapshot, the rank that sends it."""
-    steps_lost: int = 0
-    """Committed steps that must be run again; above 0 only at the level SNAPSHOT."""
+    steps_lost: int | None = 0
+    """Committed steps that must be run again; above 0 only at the level SNAPSHOT. None if no rank knows."""
     is_return: bool = False
     """Whether all ranks load their state from snapshots; ranks in `senders` first receive theirs."""
     abort_reason: str = ""
@@ -334,11 +336,13 @@ def _return_to_snapshot(
     newest, buddy_of = newest_restorable_step(arrivals, topology), buddies(topology)
     if newest == NO_STATE:
         raise StateLost(_why_lost(arrivals, topology, step, lost, buddy_of))
+    if step == NO_STATE:  # all processes are new, or their commits were interrupted
+        step = max(each.last_committed for each in arrivals.values())
     return RecoveryPlan(
         step=newest,
         roll_forward=(),
         senders={rank: buddy_of[rank] for rank, each in sorted(arrivals.items()) if newest not in each.snapshots},
-        steps_lost=max(0, step - newest),
+        steps_lost=None if step == NO_STATE else max(0, step - newest),
         is_return=True,
         abort_reason=ends,
     )

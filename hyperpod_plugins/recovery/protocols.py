@@ -102,8 +102,9 @@ class Repair:
     """Until all members had arrived and connected; includes the start of new processes."""
     restored_s: float
     """Until all members had their state."""
-    steps_lost: int = 0
-    """Committed steps that are run again, because the last copy of the state after them was lost."""
+    steps_lost: int | None = 0
+    """Committed steps that are run again, because the last copy of the state after them was lost. None if no process
+    knows how many there were."""
 
     @property
     def total_s(self) -> float:
@@ -128,7 +129,7 @@ class Repair:
             details={
                 "cause": str(self.failure),
                 "step": self.step,
-                "steps_lost": self.steps_lost,
+                "steps_lost": "unknown" if self.steps_lost is None else self.steps_lost,
                 "generation": self.generation,
                 "newcomers": " ".join(map(str, self.receivers)),
                 "noticed_s": self.noticed_s,
@@ -143,9 +144,13 @@ class Repair:
         how = f": {cause_of_return(self.step)}" if self.level is RecoveryLevel.SNAPSHOT else ""
         return (
             f"{self.failure}; {done} in {self.total_s:.2f} s (noticed {self.noticed_s:.2f}, assembled "
-            f"{self.quorum_s:.2f}, restored {self.restored_s:.2f}), {self.steps_lost} steps lost, "
+            f"{self.quorum_s:.2f}, restored {self.restored_s:.2f}), {_number_of_steps(self.steps_lost)} lost, "
             f"going on after step {self.step}{how}"
         )
+
+
+def _number_of_steps(number: int | None) -> str:
+    return "an unknown number of steps" if number is None else f"{number} steps"
 
 
 class ReturnedToSnapshot(PeerLost):
@@ -154,8 +159,8 @@ class ReturnedToSnapshot(PeerLost):
     def __init__(self, plan: RecoveryPlan) -> None:
         super().__init__(
             f"the last copy of a part of the training state was lost. All ranks have returned to the snapshot of "
-            f"step {plan.step}, and {plan.steps_lost} steps will be run again. The strategy re-enters the loops "
-            "there; a custom loop must continue with the data of that step."
+            f"step {plan.step}, and {_number_of_steps(plan.steps_lost)} will be run again. The strategy re-enters the "
+            "loops there; a custom loop must continue with the data of that step."
         )
 
 

@@ -205,6 +205,8 @@ def restart_without_missing(
         if salvage is not None and salvage.step > newest_checkpoint(known_checkpoints(member.job_store))[1]:
             writers, step = tuple(salvage.owners), salvage.step
             if snapshots is not None and member.rank in writers:
+                if not snapshots.is_intact(step):
+                    member.restart_all(lost)
                 mine = {owner: snapshots.find(owner, step) for owner in salvage.owners[member.rank]}
     path = ""
     if member.rank in writers:

@@ -12,6 +12,10 @@ complete on all ranks, and the one being exchanged. The exchange ends with an al
 after it has received its part. A rank that sees the all-reduce complete therefore knows that all ranks have
 everything, and may drop the older snapshot. A rank that is interrupted earlier keeps both, and reports both when the
 next generation assembles.
+
+[Note: no buddies] Where shards have replicas and all ranks are on one node, snapshots only serve the loss of many ranks
+at once. Those in shared memory outlive them, and a buddy's copy would be lost with the node as they are, so none is
+sent. Ranks record their own before they exchange sizes, so a rank that has the sizes of all knows that all have it.
 """
 
 import logging
@@ -168,7 +172,7 @@ def agreed_interval(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
 
 log = logging.getLogger(__name__)
 COPIES = 4
-"""Most copies of a rank's state that exist at once: two in its own memory and two in its buddy's."""
+"""Most copies of a rank's state that exist at once: two in its own memory and two in its buddy's, if it has any."""
 MAX_STALLS = 3
 """Exchanges in a row that may stall until their timeout before snapshots are turned off."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -189,6 +193,8 @@ class SnapshotPolicy:
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
     is_required: bool = True
     """Whether exceeding the memory limit is an error; otherwise snapshots are turned off with a warning."""
+    needs_buddies: bool = True
+    """Whether buddies keep copies even if all snapshots are in shared memory."""
 
     def __post_init__(self) -> None:
         """Validate the values."""
@@ -260,7 +266,8 @@ class SnapshotBuffer:
             PeerLost: the groups broke meanwhile.
         """
         if self._slots is not None and step in self._snapshots:
-            self._slots.record(self._snapshots[step], _refuse_broken)
+            outlives = self._slots.record(self._snapshots[step], _refuse_broken)
+            self.is_short |= not outlives and self._snapshots[step].data.numel() > 0
 
     def keep_only(self, step: int) -> None:
         """Drop all snapshots but that of `step`."""
@@ -275,6 +282,18 @@ class SnapshotBuffer:
             self._snapshots = {snapshot.step: snapshot for snapshot in self._slots.load()}
         else:
             self._slots.clear()
+
+    def is_intact(self, step: int, check: Callable[[], None] = lambda: None) -> bool:
+        """Whether the snapshot of a step, if there is one, has its checksum; drops it if not.
+
+        Only one that the previous process left may have lost it. If `check`, which is called now and then, raises,
+        the exception propagates.
+        """
+        snapshot = self._snapshots.get(step)
+        if snapshot is None or self._slots is None or self._slots.is_intact(snapshot, check):
+            return True
+        del self._snapshots[step]
+        return False
 
     def _drop(self, step: int) -> None:
         self._spare = self._snapshots.pop(step).data
@@ -330,6 +349,16 @@ class Snapshots:
         self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
         for shelf in (self._own, self._of_source):
             shelf.load_previous(is_good=memory is not None and memory.is_replacement)
+        self._outlives = memory is not None
+        self._has_buddies = policy.needs_buddies or memory is None  # see [Note: no buddies]
+        self._committed = None if memory is None else memory.committed_steps(self._rank)
+        left = None
+        if memory is not None and self._committed is not None:
+            left = self._committed.load() if memory.is_replacement else None
+            if left is None:
+                self._committed.clear()
+        self.last_committed = NO_STATE if left is None else left
+        """Steps committed by this process or, until it commits any, by the one that it replaces; else NO_STATE."""
         self._complete = NO_STATE
         self._returned: Snapshot | None = None
         self._thread: threading.Thread | None = None
@@ -360,6 +389,12 @@ class Snapshots:
         snapshot = (self._own if rank == self._rank else self._of_source).find(step)
         assert snapshot is not None
         return snapshot
+
+    def record_committed(self, step: int) -> None:
+        """Record that this rank has committed `step` steps, for the process that may replace this one."""
+        self.last_committed = step
+        if self._committed is not None:
+            self._committed.record(step)
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
@@ -407,6 +442,11 @@ class Snapshots:
         if self._pace.is_every_step:
             self.wait()
 
+    @property
+    def _num_copies(self) -> int:
+        """Most snapshots that a rank holds at once."""
+        return COPIES if self._has_buddies else COPIES // 2
+
     def _begin(self, step: int, describe: Callable[[], bytes]) -> None:
         began_s = time.perf_counter()
         try:
@@ -449,7 +489,7 @@ class Snapshots:
     def _copy(self, step: int, describe: Callable[[], bytes]) -> Snapshot | None:
         """Copy this rank's present state; None if it exceeds the memory limit, which the exchange then announces."""
         num_bytes = self._state.num_bytes()
-        if COPIES * num_bytes > self._limit_bytes:
+        if self._num_copies * num_bytes > self._limit_bytes:
             return None
         data = self._own.allocate(num_bytes, keep=self._complete)
         self._state.copy_to(data)
@@ -474,19 +514,23 @@ class Snapshots:
         sizes = self._sizes(step, own)
         if any(size[0] != step for size in sizes):
             raise RuntimeError(f"the ranks are at different steps: {[size[0] for size in sizes]}")
-        largest = max(size[3] for size in sizes)
+        largest, self._has_buddies = max(size[3] for size in sizes), any(size[7] for size in sizes)
         if own is None or not all(size[1] for size in sizes):
-            self._refusal = too_large(largest, self._limit_bytes, self.policy)
+            self._refusal = too_large(largest, self._num_copies, self._limit_bytes, self.policy)
             return
         if max(size[4] for size in sizes) >= MAX_STALLS:
             self._has_stalled = True
             return
-        theirs = sizes[self.source_rank][1:4]
-        data = self._of_source.allocate(theirs[2], keep=self._complete)
-        self.when_exchanging(step)
-        self._send_receive(own, [theirs[0], theirs[1], data], step)
-        self._of_source.record(step)
-        dist.all_reduce(torch.zeros(1), group=self._group)
+        if self._has_buddies:
+            header, trainer, num_bytes = sizes[self.source_rank][1:4]
+            data = self._of_source.allocate(num_bytes, keep=self._complete)
+            self.when_exchanging(step)
+            self._send_receive(own, [header, trainer, data], step)
+            self._of_source.record(step)
+            dist.all_reduce(torch.zeros(1), group=self._group)
+        else:  # each rank had its own recorded when it sent its sizes
+            self._of_source.keep_only(step)
+            self.when_exchanging(step)
         self._num_stalls = 0
         self._pace.agree_on([size[5] for size in sizes])
         num_short = sum(size[6] for size in sizes)
@@ -496,16 +540,18 @@ class Snapshots:
         is_first_with_state = self._complete < 1 <= step
         self._complete = step
         if is_first_with_state and self._rank == 0:
-            log.warning("%s", memory_cost(largest, self.policy))
+            log.warning("%s", memory_cost(largest, self._num_copies))
 
     def _sizes(self, step: int, own: Snapshot | None) -> list[list[int]]:
         """Of each rank: its step; the bytes of header, trainer and tensors; the number of its stalled exchanges; the
-        interval that it wants; and whether it lacks shared memory.
+        interval that it wants; whether it lacks shared memory; and whether it needs a buddy.
         """
         num_bytes = self._state.num_bytes() if own is None else own.data.numel()
         texts = (0, 0) if own is None else (len(own.header), len(own.trainer))
         is_short = self._own.is_short or self._of_source.is_short
-        mine = torch.tensor([step, *texts, num_bytes, self._num_stalls, self._pace.wanted_steps(), int(is_short)])
+        needs_buddy = self.policy.needs_buddies or not self._outlives or is_short
+        pace = self._num_stalls, self._pace.wanted_steps()
+        mine = torch.tensor([step, *texts, num_bytes, *pace, int(is_short), int(needs_buddy)])
         all_ranks = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(all_ranks, mine, group=self._group)
         return [each.tolist() for each in all_ranks]
@@ -532,6 +578,20 @@ class Snapshots:
         self._pace.reset([int(each) for each in all_ranks])
         self._is_off = self._has_stalled = False
         self._refusal = None  # `_num_stalls` stays: a stalled exchange itself leads to a repair
+
+    def drop_damaged(self) -> None:
+        """Drop the snapshots of the previous process that are damaged."""
+        for shelf in (self._own, self._of_source):
+            for step in shelf.steps:
+                shelf.is_intact(step)
+
+    def is_intact(self, step: int) -> bool:
+        """Whether this rank's snapshots of a step are intact; drops those that are not.
+
+        Raises:
+            PeerLost: the groups broke meanwhile.
+        """
+        return all([shelf.is_intact(step, _refuse_broken) for shelf in (self._own, self._of_source)])
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -601,19 +661,19 @@ def host_memory_bytes() -> int:
     return min(machine, int(limit)) if limit.isdecimal() else machine
 
 
-def memory_cost(state_bytes: int, policy: SnapshotPolicy) -> str:
+def memory_cost(state_bytes: int, num_copies: int) -> str:
     """Message: the host memory that snapshots take if the state of a rank takes `state_bytes`."""
     return (
-        f"buddy snapshots take up to {COPIES * state_bytes / 2**20:,.1f} MiB of host "
-        f"memory on each rank: {COPIES} copies of {state_bytes / 2**20:,.1f} MiB of parameters, buffers and "
+        f"buddy snapshots take up to {num_copies * state_bytes / 2**20:,.1f} MiB of host "
+        f"memory on each rank: {num_copies} copies of {state_bytes / 2**20:,.1f} MiB of parameters, buffers and "
         "optimizer state"
     )
 
 
-def too_large(state_bytes: int, limit_bytes: int, policy: SnapshotPolicy) -> str:
+def too_large(state_bytes: int, num_copies: int, limit_bytes: int, policy: SnapshotPolicy) -> str:
     """Message: why snapshots are turned off or refused."""
     return (
-        f"buddy snapshots need {COPIES * state_bytes:,} bytes of host memory on a rank ({COPIES} copies of "
+        f"buddy snapshots need {num_copies * state_bytes:,} bytes of host memory on a rank ({num_copies} copies of "
         f"{state_bytes:,} bytes), but the limit is {limit_bytes:,} (snapshot_memory_fraction={policy.memory_fraction} "
         "of the node's memory, shared by its ranks). Allow a larger fraction, shard the model over more ranks, or "
         "turn snapshots off with snapshot_every_steps=0."

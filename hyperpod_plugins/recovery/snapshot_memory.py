@@ -3,7 +3,7 @@
 A slot is two files: `NAME.data` holds the bytes of all tensors and is mapped into memory; `NAME.head` describes them
 and holds the rest. As a process may end at any moment, the head is deleted before the data changes, and written (to a
 temporary name, then renamed) once the data is complete. It holds a checksum of everything, which is verified before
-anything is used.
+anything is used, and not before it is needed: a replacement mostly gets its state from a replica, which waits for it.
 
 Others use shared memory too, such as the workers of a DataLoader, and a process that writes to it when it is full
 gets a SIGBUS. So a good part of it stays free, and a snapshot that does not fit is kept in the memory of its process.
@@ -31,6 +31,7 @@ from hyperpod_plugins.parallel.topology import Topology
 log = logging.getLogger(__name__)
 _NUM_SLOTS = 2
 _FORMAT = 1
+_NUM_DIGITS = 12  # of a number of steps
 _CHUNK_BYTES = 64 * 2**20  # processed between two calls of `check`
 _MIN_FREE_PART, _MIN_FREE_BYTES = 0.5, 2**30
 
@@ -69,6 +70,10 @@ class SharedMemory:
         """Two slots for the snapshots of `rank`, in files that `name` tells apart."""
         return SharedSlots(self.folder, f"{self.worker_id}-{name}", self.identity_of(rank))
 
+    def committed_steps(self, rank: int) -> "CommittedSteps":
+        """The number of steps that `rank` has committed."""
+        return CommittedSteps(self.folder / f"{self.worker_id}.committed", self.identity_of(rank))
+
 
 def shared_memory(
     job: JobEnv, worker_id: int, world: WorldPlan, topology: Topology, *, num_ended: int, is_joining: bool
@@ -95,6 +100,39 @@ def shared_memory(
     )
 
 
+class CommittedSteps:
+    """The number of committed steps of one rank in shared memory, so that a return can say how many steps it loses."""
+
+    def __init__(self, path: Path, whose: str) -> None:
+        """Use the file `path` for the rank that `whose` identifies."""
+        self._path = path
+        self._whose = f" {whose}\n".encode()
+
+    def load(self) -> int | None:
+        """The number that the previous process left; None if it left none for the same rank."""
+        try:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                number, whose = file.read(_NUM_DIGITS), file.read()
+        except OSError:
+            return None
+        return int(number) if whose == self._whose and number.isdigit() else None
+
+    def record(self, step: int) -> None:
+        """Record that `step` steps are committed. A failure is ignored: the number serves a message only."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError):
+            file = os.open(self._path, flags, 0o600)
+            try:
+                os.pwrite(file, b"%0*d" % (_NUM_DIGITS, step) + self._whose, 0)  # always of the same length
+            finally:
+                os.close(file)
+
+    def clear(self) -> None:
+        """Delete what the previous process left."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
 class SharedSlots:
     """Shared memory for two snapshots of one rank. Not thread-safe."""
 
@@ -105,6 +143,8 @@ class SharedSlots:
         self._whose = whose
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
+        self._unverified: dict[int, int] = {}
+        """Checksum in the head of each slot that the previous process left and that has not been verified."""
         # If memory is unmapped while registered with CUDA, the next mapping at its address cannot be registered.
         weakref.finalize(self, _unregister_all, self._registered).atexit = False
 
@@ -122,6 +162,7 @@ class SharedSlots:
         slot = next(index for index in range(_NUM_SLOTS) if index not in used)
         self._memory.pop(slot, None)
         _unregister(self._registered.pop(slot, None))
+        self._unverified.pop(slot, None)
         self._remove(slot)  # not overwritten: the previous process may still have it mapped
         if num_bytes == 0:
             return None
@@ -145,16 +186,17 @@ class SharedSlots:
         """Invalidate a snapshot: its memory is about to change, or it is no longer needed."""
         slot = self._slot_of(data)
         if slot is not None:
+            self._unverified.pop(slot, None)
             self._heads[slot].unlink(missing_ok=True)
 
-    def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> None:
-        """Make a complete snapshot, whose data is in one of the slots, outlive this process.
+    def record(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> bool:
+        """Make a complete snapshot outlive this process, if its data is in one of the slots; return whether it does.
 
         `check` is called now and then; if it raises, the snapshot is not recorded and the exception propagates.
         """
         slot = self._slot_of(snapshot.data)
         if slot is None:
-            return
+            return False
         sizes = [len(snapshot.header), len(snapshot.trainer), snapshot.data.numel()]
         described = {
             "format": _FORMAT,
@@ -171,17 +213,33 @@ class SharedSlots:
             partial.rename(self._heads[slot])
         except OSError:  # no room left, or the agent is gone: the snapshot lives only as long as this process
             partial.unlink(missing_ok=True)
+            return False
+        return True
 
     def load(self) -> list[Snapshot]:
         """The snapshots that the previous process left, if they are complete and of the same state.
 
-        Deletes all others: they would only take memory.
+        Deletes all others: they would only take memory. Call `is_intact` before you use one.
         """
         found = {slot: self._load(slot) for slot in range(_NUM_SLOTS)}
         for slot, snapshot in found.items():
             if snapshot is None:
                 self._remove(slot)
         return [snapshot for snapshot in found.values() if snapshot is not None]
+
+    def is_intact(self, snapshot: Snapshot, check: Callable[[], None] = _never) -> bool:
+        """Whether a snapshot of `load` has its checksum; deletes it if not.
+
+        `check` is called now and then; if it raises, the exception propagates.
+        """
+        slot = self._slot_of(snapshot.data)
+        if slot is None or slot not in self._unverified:
+            return True
+        is_intact = _checksum(snapshot.header, snapshot.trainer, snapshot.data, check) == self._unverified[slot]
+        del self._unverified[slot]
+        if not is_intact:
+            self._remove(slot)
+        return is_intact
 
     def clear(self) -> None:
         """Delete what the previous process left."""
@@ -199,6 +257,7 @@ class SharedSlots:
             if (described["format"], described["whose"]) != (_FORMAT, self._whose):
                 return None
             step, (of_header, of_trainer, num_bytes) = int(described["step"]), described["sizes"]
+            checksum = int(described["checksum"])
             file = os.open(self._data[slot], os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_size != num_bytes or len(texts) != of_header + of_trainer:
@@ -209,8 +268,7 @@ class SharedSlots:
         except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
             return None
         header, trainer = texts[:of_header], texts[of_header:]
-        if _checksum(header, trainer, data) != described["checksum"]:
-            return None
+        self._unverified[slot] = checksum
         self._use(slot, data)
         return Snapshot(step=step, header=header, trainer=trainer, data=data)
 

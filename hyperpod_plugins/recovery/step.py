@@ -391,6 +391,8 @@ class StepTransaction:
         finally:
             self._committing = None
         member.committed, member.has_torn_state = step + 1, False
+        if self._snapshots is not None:
+            self._snapshots.record_committed(step + 1)
         member.in_step = False
         member.step_times.record_commit(time.monotonic())
         self._attempts.succeeded()
@@ -515,6 +517,7 @@ class StepTransaction:
             entered_part=self.entered_part,
             snapshots=() if snapshots is None else snapshots.own_steps,
             source_snapshots=() if snapshots is None else snapshots.source_steps,
+            last_committed=NO_STATE if snapshots is None else snapshots.last_committed,
             rank_local_steps=self._training_loop.local_steps,
             unshared_ranks=() if local is None else local.unshared_ranks,
             equal_local_step=self._training_loop.equal_local_step,
@@ -603,6 +606,10 @@ class StepTransaction:
             break_groups(str(wish))
             raise PeerLost(cause)
         snapshots = self._snapshots
+        if plan.is_return and snapshots is not None and not snapshots.is_intact(plan.step):
+            cause = f"the snapshots of step {plan.step} in the memory of rank {self._member.rank} are damaged"
+            self._member.fail("collective", cause)
+            raise PeerLost(cause)
         self._training_loop.end_iteration()
         if not plan.is_return:
             try:
@@ -636,6 +643,8 @@ class StepTransaction:
             ReturnedToSnapshot: They are at an earlier step, where all re-enter the loops.
         """
         self._member.committed, self._member.has_torn_state = plan.step, False
+        if self._snapshots is not None:
+            self._snapshots.record_committed(plan.step)
         self._has_reentered = self._must_resize = False
         self.entered_at = self.entered_part = None
         repair = Repair(
@@ -690,7 +699,7 @@ def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: in
     Raises:
         RecoveryError: The same state was lost `max_losses` times; returning again would not help.
     """
-    lost_at = plan.step + plan.steps_lost
+    lost_at = plan.step + (plan.steps_lost or 0)
     # All ranks count together, in the job store, because after each return all processes may be new. The key includes
     # the entry, because a program with several fits reaches the same step number in each.
     number = len(ended_entries(member.job_store))

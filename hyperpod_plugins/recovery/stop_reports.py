@@ -332,6 +332,8 @@ class _Wait:
             StateLost: There is none; the message is `cause`.
         """
         snapshots, prefix = self._snapshots, f"snapshot/{self._generation}"
+        if snapshots is not None:
+            snapshots.drop_damaged()
         newest = None if snapshots is None else snapshots.newest
         names = [f"{prefix}/{worker_id}" for worker_id in self._worker_ids]
         self._job_store.set(f"{prefix}/{self._reports.worker_id}", b"" if newest is None else newest.trainer)

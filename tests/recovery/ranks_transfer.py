@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from faults import Faults
@@ -48,6 +49,16 @@ def instrument():
         each.advance = slowly(each.advance)
 
 
+def damage_snapshots():
+    """Change a byte in the middle of each snapshot of this rank's own."""
+    for path in Path(os.environ["HYPERPOD_SNAPSHOTS"]).glob(f"{faults.rank}-own-*.data"):
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+
+
 def local(tensor):
     whole = tensor.detach()
     return (whole.to_local() if hasattr(whole, "to_local") else whole).clone()
@@ -78,6 +89,8 @@ def main():
         with step:
 
             def compute_loss(batch, step=step):
+                if os.environ.get("DAMAGES") and ["forward", step.index] in [fault[:2] for fault in faults.faults]:
+                    damage_snapshots()
                 faults.at("forward", step.index)
                 return (model(batch[0]) - batch[0]).square().mean()
 

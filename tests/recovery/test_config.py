@@ -1,6 +1,7 @@
 """What a job says at its start and after a fault."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,9 @@ from hyperpod_plugins.recovery import RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import log_once
 from hyperpod_plugins.recovery.plan import RecoveryLevel
 
+TWO_NODES = Topology(world_size=4, shard_degree=2, ranks_per_node=2)
+TORCHRUN = {"restarts_node": True}
+
 
 @pytest.mark.parametrize(
     ("topology", "options", "says"),
@@ -17,8 +21,19 @@ from hyperpod_plugins.recovery.plan import RecoveryLevel
         (
             Topology(world_size=4, shard_degree=2),
             {},
-            "costs no committed step: its replacement takes its state from another of the 2",
+            "of a rank costs no committed step: its replacement takes its state from another of the 2",
         ),
+        (
+            Topology(world_size=4, shard_degree=2),
+            {},
+            "all ranks of a node at once costs the steps since the last buddy snapshot (one after each step, or as",
+        ),
+        (
+            Topology(world_size=4, shard_degree=2),
+            {"snapshot_every_steps": 0},
+            "all ranks of a node at once costs the steps since the last checkpoint. Spread the replicas",
+        ),
+        (TWO_NODES, {}, "the loss of a rank, or of all ranks of a node, costs no committed step"),
         (
             Topology(world_size=4, shard_degree=4),
             {},
@@ -41,6 +56,64 @@ from hyperpod_plugins.recovery.plan import RecoveryLevel
 )
 def test_what_the_loss_of_a_rank_costs(topology, options, says):
     assert says in RecoveryOptions(**options).cost_of_loss(topology)
+
+
+@pytest.mark.parametrize(
+    ("topology", "start", "says"),
+    [
+        (
+            Topology(world_size=4, shard_degree=2),
+            TORCHRUN,
+            "the loss of a rank costs the steps since the last buddy snapshot (one after each step, or as many as cost "
+            "0.5 % of the time), as torchrun restarts all ranks of a node with the first that fails. Start the program "
+            "with hyperpodrun",
+        ),
+        (
+            Topology(world_size=4, shard_degree=2),
+            {**TORCHRUN, "outlives": False},
+            "of a rank costs the steps since the last checkpoint, as torchrun",
+        ),
+        (TWO_NODES, TORCHRUN, "the loss of a rank, or of all ranks of a node, costs no committed step"),
+        (
+            Topology(world_size=4, shard_degree=4),
+            TORCHRUN,
+            "as each shard exists once and torchrun restarts all ranks of a node with the first that fails. Set "
+            "hybrid_shard_degree below 4 and start the program with hyperpodrun, which replaces one rank alone, to",
+        ),
+        (
+            Topology(world_size=4, shard_degree=4),
+            {"outlives": False},
+            "shard exists once. The loss of all ranks at once costs those since the last checkpoint. Set hybrid_shard",
+        ),
+        (
+            Topology(world_size=4, shard_degree=4, ranks_per_node=2),
+            {**TORCHRUN, "outlives": False},
+            "of a rank costs the steps since the last buddy snapshot (",
+        ),
+    ],
+)
+def test_what_the_loss_of_a_rank_costs_depends_on_the_launcher(topology, start, says):
+    assert says in RecoveryOptions().cost_of_loss(topology, **start)
+
+
+@pytest.mark.parametrize(
+    ("topology", "takes", "sends"),
+    [
+        (Topology(world_size=4, shard_degree=4), True, True),
+        (Topology(world_size=4, shard_degree=4, ranks_per_node=2), True, True),
+        (Topology(world_size=4, shard_degree=2), True, False),
+        (Topology(world_size=4, shard_degree=1, ranks_per_node=4), True, False),
+        (TWO_NODES, False, True),
+        (Topology(world_size=4, shard_degree=2, ranks_per_node=3), True, True),  # the copies of rank 0 and rank 2
+        (Topology(world_size=1), False, True),
+    ],
+)
+def test_snapshots_are_taken_where_all_copies_of_a_shard_are_on_one_node(topology, takes, sends):
+    policy = RecoveryOptions().snapshots(topology)
+    assert (policy.every_steps > 0, policy.needs_buddies) == (takes, sends)
+    chosen = RecoveryOptions(snapshot_every_steps=7).snapshots(topology)
+    assert (chosen.every_steps, chosen.needs_buddies) == ((7, True) if topology.world_size > 1 else (0, True))
+    assert RecoveryOptions(snapshot_every_steps=0).snapshots(topology).every_steps == 0
 
 
 def test_the_cost_is_logged_once(caplog):
@@ -70,3 +143,6 @@ def test_a_return_to_a_snapshot_is_one_line():
     assert str(first).endswith("7 steps lost, going on after step 3: all ranks return to the snapshot of step 3")
     assert [each.is_reported_by(0, 2) for each in (first, second)] == [True, False]
     assert not str(repair("killed by SIGKILL", level=RecoveryLevel.REPLACE)).endswith("snapshot of step 3")
+    unknown = replace(first, steps_lost=None)
+    assert "an unknown number of steps lost, going on after step 3" in str(unknown)
+    assert unknown.event().details["steps_lost"] == "unknown"

@@ -1,8 +1,11 @@
 """Buddy snapshots: who keeps whose, what is restorable, two of each, and jobs that lose every copy of a shard."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -23,9 +26,11 @@ from hyperpod_plugins.recovery import (
     Snapshots,
     TrainingState,
     plan_recovery,
+    snapshot_memory,
 )
 from hyperpod_plugins.recovery.plan import buddies, newest_restorable_step, restorable_steps, sources_of
 from hyperpod_plugins.recovery.snapshot import MAX_STALLS, SnapshotBuffer
+from hyperpod_plugins.recovery.snapshot_memory import SharedMemory
 
 # -- who keeps whose --------------------------------------------------------------------------------------------------
 
@@ -107,6 +112,14 @@ def test_one_lost_rank_of_a_full_sharding_returns_everybody_to_the_newest_snapsh
     plan = plan_recovery(arrivals(13, (5, 10), {1}), FULL)
     assert (plan.level, plan.step, plan.steps_lost) == (RecoveryLevel.SNAPSHOT, 10, 3)
     assert (dict(plan.senders), plan.roll_forward) == ({1: 2}, ())
+
+
+@pytest.mark.parametrize(("before", "steps_lost"), [((30, 30, 29, 30), 26), ((NO_STATE,) * 4, None)])
+def test_new_processes_say_how_many_steps_are_lost_if_any_knows(before, steps_lost):
+    """The processes that they replace have left their snapshots, and the number of steps that they had committed."""
+    new = {rank: replace(joiner(), snapshots=(4,), last_committed=last) for rank, last in enumerate(before)}
+    plan = plan_recovery(new, HYBRID)
+    assert (plan.level, plan.step, plan.steps_lost, dict(plan.senders)) == (RecoveryLevel.SNAPSHOT, 4, steps_lost, {})
 
 
 def test_a_live_replica_is_preferred_to_a_snapshot():
@@ -237,7 +250,32 @@ def exchange(rank_that_breaks):
     left_out = make(SnapshotPolicy(every_steps=1, memory_fraction=1e-12, is_required=False))
     for step in range(3):
         left_out.maybe_snapshot(step, lambda: b"")
-    return after_ten, interrupted, is_equal, returned.trainer, snapshots.take_returned(), left_out.own_steps, is_off
+    again, alone = snapshots.take_returned(), keep_in_shared_memory(partial(Snapshots, state=state, group=group))
+    return after_ten, interrupted, is_equal, returned.trainer, again, left_out.own_steps, is_off, alone
+
+
+def keep_in_shared_memory(make):
+    """Steps of the snapshots of a rank and of its source rank, and what the next process finds of them.
+
+    In the second case, rank 1 has no room in shared memory.
+    """
+    policy, found = SnapshotPolicy(every_steps=1, needs_buddies=False), []
+    make = partial(make, policy, topology=Topology(world_size=3, shard_degree=1))
+    snapshot_memory._MIN_FREE_PART = 0
+    for is_short in (False, dist.get_rank() == 1):
+        snapshot_memory._MIN_FREE_BYTES = 2**60 if is_short else 0
+        with TemporaryDirectory() as folder:
+            memory = SharedMemory(folder=Path(folder), worker_id=0, identity_of=str, is_replacement=False)
+            snapshots = make(memory=memory)
+            for step in (1, 2, 3):
+                snapshots.maybe_snapshot(step, lambda: b"trainer")
+                snapshots.wait()
+                snapshots.record_committed(step + 1)
+            found.append((snapshots.own_steps, snapshots.source_steps, snapshots.last_committed))
+            for is_new in (True, False):
+                new = make(memory=replace(memory, is_replacement=is_new))
+                found.append((new.own_steps, new.source_steps, new.last_committed))
+    return found
 
 
 def turn_off_and_repair(snapshots, make, store):
@@ -261,7 +299,7 @@ def turn_off_and_repair(snapshots, make, store):
 @pytest.mark.spawns
 def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
     for rank, found in enumerate(run_ranks(exchange, 0, world_size=3)):
-        after_ten, (own, of_ward), is_equal, trainer, again, left_out, is_off = found
+        after_ten, (own, of_ward), is_equal, trainer, again, left_out, is_off, alone = found
         assert after_ten == ((5, 10), (5, 10))
         assert 10 in own
         assert 10 in of_ward
@@ -270,6 +308,9 @@ def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
         assert again is None
         assert left_out == ()
         assert is_off == [True, False, True, False]  # also where a rank that is new has not seen what stood still
+        kept, nothing = (2, 3), ((), (), NO_STATE)
+        left = () if rank == 1 else kept
+        assert alone == [(kept, (), 4), (kept, (), 4), nothing, (kept, kept, 4), (left, left, 4), nothing]
 
 
 # -- jobs -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hyperpod_plugins.elastic import process
 from hyperpod_plugins.errors import PeerLost
 from hyperpod_plugins.recovery import snapshot_memory
-from hyperpod_plugins.recovery.snapshot_memory import SharedSlots, Snapshot, leaves_enough
+from hyperpod_plugins.recovery.snapshot_memory import CommittedSteps, SharedSlots, Snapshot, leaves_enough
 
 GB = 2**30
 
@@ -35,10 +35,15 @@ def left_by(folder, *steps, whose="rank 0"):
     return slots
 
 
+def found_by_the_next(folder, whose):
+    slots = SharedSlots(folder, "0-own", whose)
+    return [each for each in slots.load() if slots.is_intact(each)]
+
+
 @pytest.mark.usefixtures("any_room")
 def test_the_last_two_are_found_by_the_next_process(tmp_path):
     left_by(tmp_path, 1, 2, 3)
-    found = {each.step: each for each in SharedSlots(tmp_path, "0-own", "rank 0").load()}
+    found = {each.step: each for each in found_by_the_next(tmp_path, "rank 0")}
     assert sorted(found) == [2, 3]
     assert found[3].data.eq(3).all()
     assert (found[3].header, found[3].trainer) == (b"header", b"trainer 3")
@@ -55,13 +60,38 @@ def test_what_is_damaged_or_of_others_is_not_used(tmp_path):
     with (tmp_path / "0-own-1.data").open("r+b") as file:
         file.seek(500)
         file.write(b"x")
-    assert SharedSlots(tmp_path, "0-own", "rank 0").load() == []
+    assert found_by_the_next(tmp_path, "rank 0") == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "0-own-0.head").write_bytes(b"{}\n")
     (tmp_path / "0-own-1.head").write_bytes(b"\xff\n")
     assert SharedSlots(tmp_path, "0-own", "rank 0").load() == []
     left_by(tmp_path, 1, 2).clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_process_finds_how_many_steps_were_committed(tmp_path):
+    path = tmp_path / "0.committed"
+    assert CommittedSteps(path, "rank 0").load() is None
+    for step in (999, 30):  # all have returned to a snapshot
+        CommittedSteps(path, "rank 0").record(step)
+    assert CommittedSteps(path, "rank 0").load() == 30
+    assert CommittedSteps(path, "rank 1").load() is None
+    path.write_bytes(b"x" * 40)
+    assert CommittedSteps(path, "rank 0").load() is None
+    CommittedSteps(path, "rank 0").clear()
+    assert list(tmp_path.iterdir()) == []
+    CommittedSteps(tmp_path / "gone" / "0.committed", "rank 0").record(3)  # its agent is gone
+
+
+def test_a_snapshot_without_room_for_its_head_is_not_one_that_outlives(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_memory, "leaves_enough", lambda *_: True)
+    slots = SharedSlots(tmp_path, "0-own", "rank 0")
+    data = slots.allocate(10, [])
+    kept = Snapshot(step=1, header=b"", trainer=b"", data=data)
+    assert slots.record(kept)
+    (tmp_path / "0-own-0.head").unlink()
+    (tmp_path / "0-own-0.head").mkdir()  # so that nothing can take its name
+    assert not slots.record(kept)
 
 
 @pytest.mark.usefixtures("any_room")

@@ -1,6 +1,7 @@
 """Processes that are lost in the middle of a transfer of state, or all of them at once: same bits in the end."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -17,18 +18,18 @@ RDZV = ("--rdzv-backend", "hyperpod", "--nnodes", "1", "--max-restarts", "5")
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    """Undisturbed jobs by their number of ranks, each run once."""
+    """Undisturbed jobs by their number of ranks and shards, each run once."""
     done = {}
 
     def undisturbed(num_ranks, shards):
-        if num_ranks not in done:
+        if (num_ranks, shards) not in done:
             environ = {"SHARDS": str(shards)}
             folder = tmp_path_factory.mktemp("calm")
             job = run_job(SCRIPT, folder, num_ranks=num_ranks, args=PRELOAD, environ=environ)
             assert job.code == 0, job.output[-8000:]
-            assert ("buddy snapshots: every" in job.output) == (shards == num_ranks)  # measured, and said once
-            done[num_ranks] = job
-        return done[num_ranks]
+            assert "buddy snapshots: every" in job.output  # measured, and said once
+            done[num_ranks, shards] = job
+        return done[num_ranks, shards]
 
     return undisturbed
 
@@ -51,8 +52,10 @@ def assert_same(found, calm, num_ranks):
             [["snapshot", 5, 1, "sleep 0.5"], ["committed", 5, 1, "kill"], ["forward", 9, 0, "kill"]],
             (0, 1),
         ),
+        # What a process left is damaged: all return to what its buddy has.
+        ({"EVERY": "2", "DAMAGES": "1"}, [["forward", 9, 1, "kill"]], (1, 3)),
     ],
-    ids=["exchange", "auto", "each"],
+    ids=["exchange", "auto", "each", "damaged"],
 )
 def test_a_rank_that_is_lost_with_its_shard(calm, tmp_path, options, faults, num_lost):
     environ = {"SHARDS": "2", **options}
@@ -92,13 +95,37 @@ def assert_snapshots_were_used(job, num_times):
     assert not [*Path(f"/dev/shm/hyperpod-{os.getuid()}").glob(f"{job.agent_pid}-*")]
 
 
-def test_all_processes_are_lost_at_once(calm, tmp_path):
-    faults, environ = [["forward", 5, 0, "kill"], ["forward", 5, 1, "kill"]], {"SHARDS": "2", "EVERY": "2"}
-    job = run_job(SCRIPT, tmp_path, num_ranks=2, faults=faults, args=PRELOAD, environ=environ)
+def assert_told_steps_lost(job, fault_step, num_ranks):
+    """The first return, in step `fault_step`, says how many steps are run again, as no process remembers."""
+    [first, *_] = re.findall(r"(\d+) steps lost, going on after step (\d+): all ranks return", job.output)
+    assert int(first[0]) == fault_step - int(first[1])
+    assert all(len(lines) >= 12 + int(first[0]) for lines in job.records("step", num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(2, {"SHARDS": "2", "EVERY": "2"}), (4, {"SHARDS": "2"})], ids=["each", "replicas"]
+)
+def test_all_processes_are_lost_at_once(calm, tmp_path, num_ranks, options):
+    faults = [["forward", 5, rank, "kill"] for rank in range(num_ranks)]
+    job = run_job(SCRIPT, tmp_path, num_ranks=num_ranks, faults=faults, args=PRELOAD, environ=options)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
-    assert_snapshots_were_used(job, (1, 2))  # one of them may reach its fault only when the step is run again
-    assert_same(job, calm(2, 2), 2)
+    assert_snapshots_were_used(job, range(1, num_ranks + 1))  # some may reach their fault when the step is run again
+    assert_told_steps_lost(job, 5, num_ranks)
+    assert_same(job, calm(num_ranks, 2), num_ranks)
+
+
+def test_torchrun_ends_all_replicas_with_one(calm, tmp_path):
+    """The loss of one worker is the loss of all copies of each shard: the next begin from the snapshot of the node."""
+    faults = [["forward", 5, 3, "kill"]]
+    args = (*RDZV, "--rdzv-endpoint=localhost:0")
+    job = run_job(SCRIPT, tmp_path, num_ranks=4, faults=faults, launcher=TORCHRUN, args=args, environ={"SHARDS": "2"})
+    assert job.code == 0, job.output[-8000:]
+    assert job.num_faults == 1
+    assert "costs the steps since the last buddy snapshot" in job.output
+    assert_snapshots_were_used(job, [1])
+    assert_told_steps_lost(job, 5, 4)
+    assert_same(job, calm(4, 2), 4)
 
 
 def test_torchrun_ends_all_processes_with_one_while_another_node_comes_and_goes(calm, tmp_path):
