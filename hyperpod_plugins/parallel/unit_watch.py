@@ -35,7 +35,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import GatheredParametersWritten, LoopError, UnitsDiffer, format_list
@@ -43,6 +42,8 @@ from hyperpod_plugins.parallel.gather_trace import DIGEST_BYTES, GatherTrace, bo
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
 _UNUSED, _USED, _WRITTEN = range(3)
+_STEPPED_ON = "_hyperpod_stepped_on"
+"""Attribute of a gradient on which an optimizer has stepped."""
 _WHAT_TO_DO = (
     "Name in block_classes only classes whose modules every rank runs in every forward, such as the layer around a set "
     "of experts: modules outside them are gathered with the model as a whole, and ranks may then run different ones."
@@ -267,12 +268,11 @@ class UnitTrace:
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_stepped_on", "_was_filled", "_was_zero", "is_used", "whole")
+    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_used", "whole")
 
     def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
-        self._stepped_on: TensorWeakRef | None = None
         self._was_zero: torch.Tensor | None = None
         """If the last reduction added to the gradient on which the optimizer had stepped: whether that was zero."""
 
@@ -318,8 +318,9 @@ class _Parameter:
         present = self._of_fsdp.sharded_param.grad
         if begins and present is None:
             self.is_used = self._was_filled = False
-        old = None if self._stepped_on is None else self._stepped_on()
-        self._was_zero = _local(old).count_nonzero() == 0 if old is not None and old is present else None
+        self._was_zero = None
+        if present is not None and _STEPPED_ON in vars(present):
+            self._was_zero = _local(present).count_nonzero() == 0
         if self.has_gradient:
             self.is_used = True
         else:
@@ -330,9 +331,11 @@ class _Parameter:
     def begin_update(self) -> bool:
         """Note that the optimizer steps; return whether its gradient includes one on which it has stepped before."""
         gradient = self.shard.grad
-        is_old = self._was_zero is not None and self._stepped_on is not None and self._stepped_on() is gradient
+        is_old = self._was_zero is not None and gradient is not None and _STEPPED_ON in vars(gradient)
         includes_old = is_old and not self._was_zero
-        self._stepped_on, self._was_zero = None if gradient is None else TensorWeakRef(gradient), None
+        self._was_zero = None
+        if gradient is not None:
+            vars(gradient)[_STEPPED_ON] = True  # a weak reference would keep `Module.to` from moving it
         return includes_old
 
     def remove_filled_zeros(self) -> None:

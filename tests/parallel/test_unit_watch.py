@@ -194,6 +194,7 @@ def evaluate_in_units():
         for step in range(2):
             model(batch_of(step)[2:]).square().mean().backward()
             optimizer.step()
+            model.to(DEVICE)  # as when a fit begins again
             optimizer.zero_grad()
 
     def differ_at_once(model):
