@@ -72,7 +72,8 @@ class CheckpointlessRecovery(Callback):
             rank-local state) that differs, or that cannot be written and read back.
         compare_replicas_every: steps between comparisons of replicas, 0 for none. The digests of each rank's
             parameters and optimizer state must be the same on all replicas of a shard. A difference ends the job with
-            an error that names rank and host.
+            an error that names rank and host. `"auto"` compares samples in steps 0, 1, 2, 4, ..., 1024, 2048, 3072 and
+            so on.
 
     Attributes:
         repairs: every repair that this process has taken part in, in order.
@@ -91,7 +92,7 @@ class CheckpointlessRecovery(Callback):
         snapshot_memory_fraction: float = 0.5,
         rank_local_state: Literal["exact", "replica"] = "exact",
         rehearse: Sequence[int] = (),
-        compare_replicas_every: int = 0,
+        compare_replicas_every: int | Literal["auto"] = "auto",
     ) -> None:
         self.options = RecoveryOptions(
             enabled=enabled,

@@ -30,7 +30,6 @@ before the optimizer steps.
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
-from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -42,14 +41,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
+from hyperpod_plugins.parallel.gather_trace import DIGEST_BYTES, GatherTrace, both_ways, is_one_digest, is_same
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
-_DIGEST_BYTES = 8
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
+_STEPPED_ON = "_hyperpod_stepped_on"
+"""Attribute of a gradient on which an optimizer has stepped."""
+_WHAT_TO_DO = (
+    "Name in block_classes only classes whose modules every rank runs in every forward, such as the layer around a set "
+    "of experts: modules outside them are gathered with the model as a whole, and ranks may then run different ones."
+)
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
 HOOK_ADVICE = (
     "Each rank computes the gradient of its own samples, so a hook would see other values than in one process, and it "
@@ -153,9 +157,10 @@ def clear_trace(model: nn.Module) -> None:
 
 
 def check_next_step(model: nn.Module) -> None:
-    """Compare the next step while it runs: after a reconfiguration, some ranks may be new."""
+    """Compare the next step and the next evaluation while they run: after a reconfiguration, some ranks may be new."""
     for watch in _watches_of(model):
         watch.num_checked_steps = 1
+        watch.without_gradients.clear()
 
 
 def reshard_gathered(model: nn.Module) -> None:
@@ -177,6 +182,8 @@ class UnitTrace:
         """Events of the step in order: 2 * index of the unit for a gather, 2 * index + 1 for a reduce."""
         self.num_checked_steps = _NUM_CHECKED_STEPS
         """Number of upcoming steps that are compared while they run."""
+        self.without_gradients: dict[dist.ProcessGroup, GatherTrace] = {}
+        """What each group has gathered outside of `trace`."""
         self._names = [name or "the root" for name, _ in units]
         self._units = [_Unit(self, index, group) for index, (_, group) in enumerate(units)]
         self._parameters = [parameter for unit in self._units for parameter in unit.parameters]
@@ -193,19 +200,18 @@ class UnitTrace:
             unit.note_writes()
         used = bytes([parameter.use for parameter in self._parameters])
         if dist.is_initialized() and dist.get_world_size() > 1:
-            digest = blake2b(self.trace.tobytes(), digest_size=_DIGEST_BYTES).digest()
-            mine = bytearray(digest + bytes(255 - byte for byte in digest) + used + b"\0")
-            # gloo and nccl both support uint8 with MAX; the largest complement is that of the smallest byte
-            all_of_them = torch.frombuffer(mine, dtype=torch.uint8).to(self._device)
+            earlier = self._differing_evaluation()
+            digest = both_ways(self.trace) if not earlier else b"\xff" * 2 * DIGEST_BYTES  # equal to none
+            all_of_them = torch.frombuffer(bytearray(digest + used + b"\0"), dtype=torch.uint8).to(self._device)
             if flag is not None:
                 all_of_them[-1:].copy_(flag.reshape(1))  # on the device, without waiting on the host
             dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX)
             agreed = bytes(all_of_them.tolist())
             if group_health.cause is not None:
                 return 0  # the values are garbage; the commit vote will fail
-            if not _are_equal(agreed):
-                self._refuse()
-            used, largest = agreed[2 * _DIGEST_BYTES : -1], agreed[-1]
+            if not is_one_digest(agreed):
+                self._refuse(earlier)
+            used, largest = agreed[2 * DIGEST_BYTES : -1], agreed[-1]
         else:
             largest = 0 if flag is None else int(flag)
         self._keep_agreed(used)
@@ -235,11 +241,30 @@ class UnitTrace:
         self.trace.append(event)
         if not self.num_checked_steps or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        limits = torch.tensor([event, -event], device=self._device)
-        dist.all_reduce(limits, op=dist.ReduceOp.MAX)
-        largest, smallest = limits.tolist()
-        if group_health.cause is None and largest != -smallest:
+        if not is_same(event, self._device):
             self._refuse()
+
+    def note_without_gradients(self, index: int, group: dist.ProcessGroup) -> None:
+        """Record that a unit is about to be gathered by `group`, where no gradients are computed.
+
+        Raises:
+            UnitsDiffer: another rank of the group gathers, or has gathered, another unit.
+        """
+        if group_health.is_unavailable:
+            return  # nothing is gathered, or this raises
+        trace = self.without_gradients.setdefault(group, GatherTrace(group, self._device))
+        if not trace.note(2 * index):
+            raise UnitsDiffer(self._evaluation_message(trace))
+
+    def _differing_evaluation(self) -> str:
+        """Tell how this rank's groups have differed without gradients, or return nothing if they have not."""
+        differing = [each for each in self.without_gradients.values() if not each.agrees()]
+        return " ".join(self._evaluation_message(each) for each in differing)
+
+    def _evaluation_message(self, trace: GatherTrace) -> str:
+        ranks, traces = trace.of_all_ranks()
+        self.without_gradients.clear()
+        return _evaluation_message(ranks, traces, self._names)
 
     def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of `parameters` is a shard of a watched unit."""
@@ -268,24 +293,25 @@ class UnitTrace:
         for parameter in self._parameters:
             parameter.whole.is_written, parameter.problem = False, _UNUSED
 
-    def _refuse(self) -> None:
-        traces: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(traces, self.trace.tolist())
+    def _refuse(self, earlier: str = "") -> None:
+        """Raise what all ranks find: first what was gathered without gradients, if it differed on this rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (earlier, self.trace.tolist()))
         self.forget()
-        raise UnitsDiffer(_divergence_message(traces, self._names))
+        earlier = next((each for each, _ in found if each), "")
+        raise UnitsDiffer(earlier or _step_message([trace for _, trace in found], self._names))
 
 
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_stepped_on", "_was_filled", "_was_zero", "is_used", "problem", "whole")
+    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_used", "problem", "whole")
 
     def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
         self.problem = _UNUSED
         """What is wrong with its gradient in this step, as a value of `use`: see [Note: what a gradient must be]."""
-        self._stepped_on: TensorWeakRef | None = None
         self._was_zero: torch.Tensor | None = None
         """If the last reduction added to the gradient on which the optimizer had stepped: whether that was zero."""
 
@@ -331,8 +357,9 @@ class _Parameter:
         present = self._of_fsdp.sharded_param.grad
         if begins and present is None:
             self.is_used = self._was_filled = False
-        old = None if self._stepped_on is None else self._stepped_on()
-        self._was_zero = _local(old).count_nonzero() == 0 if old is not None and old is present else None
+        self._was_zero = None
+        if present is not None and _STEPPED_ON in vars(present):
+            self._was_zero = _local(present).count_nonzero() == 0
         self._inspect()
         if self.has_gradient:
             self.is_used = True
@@ -355,9 +382,11 @@ class _Parameter:
     def begin_update(self) -> bool:
         """Note that the optimizer steps; return whether its gradient includes one on which it has stepped before."""
         gradient = self.shard.grad
-        is_old = self._was_zero is not None and self._stepped_on is not None and self._stepped_on() is gradient
+        is_old = self._was_zero is not None and gradient is not None and _STEPPED_ON in vars(gradient)
         includes_old = is_old and not self._was_zero
-        self._stepped_on, self._was_zero = None if gradient is None else TensorWeakRef(gradient), None
+        self._was_zero = None
+        if gradient is not None:
+            vars(gradient)[_STEPPED_ON] = True  # a weak reference would keep `Module.to` from moving it
         return includes_old
 
     def remove_filled_zeros(self) -> None:
@@ -433,10 +462,12 @@ class _Unit:
             raise ConfigError(_SECOND_DERIVATIVES)
         is_left_out = is_in_backward and not group.unshard_in_backward
         has_no_shards = group.is_unsharded or group._all_gather_result is not None or _shard_size(group) == 1
-        # An evaluation between two steps is ignored: a process that joined after it has not run it.
-        is_in_step = is_in_backward or torch.is_grad_enabled()
-        if is_in_step and not (is_left_out or has_no_shards):
+        if is_left_out or has_no_shards:
+            pass
+        elif is_in_backward or torch.is_grad_enabled():
             self.watch.note(2 * self._index)
+        else:  # not in the step's trace: a process that joined after an evaluation has not run it
+            self.watch.note_without_gradients(self._index, group._all_gather_process_group)
         return self._unshard(*args, **kwargs)
 
     def _reduce(self, *args: Any) -> Any:
@@ -495,14 +526,8 @@ def _shard_size(group: Any) -> int:
     return group._all_gather_process_group.size()
 
 
-def _are_equal(agreed: bytes) -> bool:
-    """Whether the largest byte of all ranks' digests is also the smallest, at each position."""
-    largest, complements = agreed[:_DIGEST_BYTES], agreed[_DIGEST_BYTES : 2 * _DIGEST_BYTES]
-    return all(high == 255 - low for high, low in zip(largest, complements, strict=True))
-
-
-def _divergence_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Return a message that tells where the sequences of two ranks diverge, and what to do about it."""
+def _first_difference(ranks: Sequence[int], traces: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[int, str]:
+    """Return the number of the first collective in which two ranks differ, from 1, and what each of them does there."""
 
     def told(event: int | None) -> str:
         if event is None:
@@ -511,16 +536,30 @@ def _divergence_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -
             return "ends its step"
         return f"{'reduces' if event % 2 else 'gathers'} {names[event // 2]}"
 
-    other = next(rank for rank, trace in enumerate(traces) if list(trace) != list(traces[0]))
+    other = next(index for index, trace in enumerate(traces) if list(trace) != list(traces[0]))
     pairs = list(zip_longest(traces[0], traces[other]))
     at = next(index for index, (here, there) in enumerate(pairs) if here != there)
     here, there = pairs[at]
+    return at + 1, f"rank {ranks[0]} {told(here)}, but rank {ranks[other]} {told(there)}"
+
+
+def _step_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+    """Return a message that tells where the sequences of two ranks diverge in a step, and what to do about it."""
+    number, told = _first_difference(range(len(traces)), traces, names)
     return (
-        f"ranks ran different modules in this step: at its collective number {at + 1}, rank 0 {told(here)}, but rank "
-        f"{other} {told(there)}. Each of them is a unit that all ranks must run together, in the same order, so this "
-        "step's gradients are invalid; nothing has been updated. Name in block_classes only classes whose modules "
-        "every rank runs in every step, such as the layer around a set of experts: modules outside them are gathered "
-        "with the model as a whole, and ranks may then run different ones."
+        f"ranks ran different modules in this step: at its collective number {number}, {told}. Each of them is a unit "
+        "that all ranks must run together, in the same order, so this step's gradients are invalid; nothing has been "
+        f"updated. {_WHAT_TO_DO}"
+    )
+
+
+def _evaluation_message(ranks: Sequence[int], traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+    """Return the same for a sequence of gathers without gradients."""
+    number, told = _first_difference(ranks, traces, names)
+    return (
+        f"ranks ran different modules where no gradients are computed, as in an evaluation: at gather number {number} "
+        f"since they last compared, {told}. Each of them is a unit that all ranks must run together, in the same "
+        f"order, so what was computed there is invalid. {_WHAT_TO_DO}"
     )
 
 

@@ -9,6 +9,7 @@ from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import RetryPolicy
+from hyperpod_plugins.recovery.replica_comparison import Interval
 from hyperpod_plugins.recovery.snapshot import MAX_COST, SnapshotPolicy
 from hyperpod_plugins.recovery.watchdog import HangPolicy
 
@@ -72,11 +73,12 @@ class RecoveryOptions:
     discarded as after a fault, compared with its beginning, and computed again. If any state would not be restored
     (tensors, trainer, callbacks, rank-local state), the job ends with an error that names it."""
 
-    compare_replicas_every: int = 0
+    compare_replicas_every: Interval = "auto"
     """Steps between two comparisons of replicas; 0 for none.
 
     Digests of parameters and optimizer state must be equal on all replicas of a shard. On a difference, the job ends
-    with an error that names the rank and its host."""
+    with an error that names the rank and its host. `"auto"` compares samples of these tensors in steps 0, 1, 2, 4, ...,
+    1024, 2048, 3072 and so on."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -86,8 +88,10 @@ class RecoveryOptions:
         if self.rank_local_state not in ("exact", "replica"):
             raise ConfigError(f'rank_local_state must be "exact" or "replica", but is {self.rank_local_state!r}')
         every = self.compare_replicas_every
-        if every < 0:
-            raise ConfigError(f"compare_replicas_every must be a number of steps, or 0 for none, but is {every}")
+        if every != "auto" and every < 0:
+            raise ConfigError(
+                f'compare_replicas_every must be a number of steps, 0 for none, or "auto", but is {every}'
+            )
 
     @property
     def membership(self) -> MembershipPolicy:

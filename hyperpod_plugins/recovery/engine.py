@@ -45,6 +45,7 @@ from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
+from hyperpod_plugins.recovery.replica_comparison import Interval, ReplicaComparison
 from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 from hyperpod_plugins.recovery.snapshot import Snapshot, Snapshots
 from hyperpod_plugins.recovery.snapshot_memory import shared_memory
@@ -211,7 +212,6 @@ class RecoveryEngine:
             topology,
             device,
             steps=self.options.rehearse,
-            compare_every=self.options.compare_replicas_every,
             job=job,
             give_up=member.give_up,
         )
@@ -227,8 +227,14 @@ class RecoveryEngine:
             on_repair=self._repaired,
             snapshots=self.snapshots,
             rehearsal=self.rehearsal,
+            comparison=ReplicaComparison.create(state, topology, device, self._comparisons(job), member.give_up),
         )
         return self.transaction
+
+    def _comparisons(self, job: RehearsedCall | None) -> Interval:
+        """Steps from one comparison of replicas to the next; a rehearsed job compares more, and says more about it."""
+        every = self.options.compare_replicas_every
+        return 0 if job is not None and every == "auto" else every
 
     def publish_layout(self) -> None:
         """Let joiners allocate memory for this rank's shard; call it after each step, of which the first one counts."""

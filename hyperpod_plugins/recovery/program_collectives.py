@@ -96,8 +96,9 @@ the values that rank 0 shares.
 
 Its other collectives set up modules and tensors, whose values a joiner gets with its state.
 """
-_OF_MODELS = ("torch.", "transformers.", "peft.")
-"""Modules through which a call of the program reaches a computation."""
+_OF_MODELS = ("torch.", "transformers.", "peft.", "hyperpod_plugins.parallel.unit_watch")
+"""Modules through which a call of the program reaches a computation. What ranks compare there (`gather_trace`) has no
+result that matters."""
 _OF_LOADING = ("accelerate.accelerator", "accelerate.utils.fsdp_utils")
 """Modules through which a call of the program reaches collectives over objects, and values that rank 0 shares."""
 _C10D = "torch.distributed.distributed_c10d"

@@ -26,7 +26,6 @@ as the time of the last step, so it is only warned of.
 import contextlib
 import logging
 import pickle
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, ClassVar, Self
@@ -38,9 +37,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
-from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import RecoveryError, format_list
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
@@ -53,15 +50,14 @@ from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.state_digests import (
     Difference,
     Digests,
-    ReplicasDiffer,
     StepGradients,
+    alike_on_replicas,
     compare_replicas,
     differing,
     differing_names,
     entry_digests,
     first_kind,
     local_digests,
-    named_tensors,
     state_digests,
     steady_digests,
     tensor_digests,
@@ -194,19 +190,6 @@ class RehearsalFailed(RecoveryError):
     """A rehearsed step found state that would not be restored after a fault."""
 
 
-class _DigestsBeside(threading.Thread):
-    """Computes digests in a daemon thread beside the step; `found` is empty until it has finished."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(name="hyperpod-digests", daemon=True)
-        self._tensors = tensors
-        self.found: dict[str, int] = {}
-
-    @override
-    def run(self) -> None:
-        self.found = tensor_digests(self._tensors)
-
-
 class Rehearsal:
     """Rehearsals in one process. `StepTransaction` calls it at each point of a step, in the thread of the step.
 
@@ -218,7 +201,6 @@ class Rehearsal:
         topology: topology of the job.
         device: device of this rank.
         steps: numbers of the steps to rehearse.
-        compare_every: steps from one comparison of replicas to the next; 0 for none.
         job: present call of the program in a rehearsed job; None outside of one.
         give_up: tells the agents to end the job, with the reason.
     """
@@ -231,7 +213,6 @@ class Rehearsal:
         device: torch.device,
         *,
         steps: Sequence[int],
-        compare_every: int,
         job: RehearsedCall | None,
         give_up: Callable[[str], None],
     ) -> None:
@@ -241,8 +222,6 @@ class Rehearsal:
         self._topology = topology
         self._device = device
         self._steps = frozenset(steps)
-        self._compare_every = compare_every
-        self._hashed: tuple[int, _DigestsBeside] | None = None
         self._rank = dist.get_rank()
         self._job = job
         self.faults = None if job is None else job.faults
@@ -271,14 +250,13 @@ class Rehearsal:
         device: torch.device,
         *,
         steps: Sequence[int],
-        compare_every: int,
         job: RehearsedCall | None,
         give_up: Callable[[str], None],
     ) -> Self | None:
         """The rehearsal that the options or `hyperpod rehearse` request; None if neither does."""
-        if not (steps or compare_every) and job is None:
+        if not steps and job is None:
             return None
-        return cls(loop, state, topology, device, steps=steps, compare_every=compare_every, job=job, give_up=give_up)
+        return cls(loop, state, topology, device, steps=steps, job=job, give_up=give_up)
 
     # -- the beginning and the end of a fit or loop in a rehearsed job ------------------------------------------
 
@@ -335,9 +313,6 @@ class Rehearsal:
         if is_compared and step in self._steps:
             self._raise_differences(step, "reading its state back", self._read_back())
             self._raise_differences(step, "compared with its replicas", self._compare_replicas())
-        if self._compare_every and step % self._compare_every == 0:
-            self._hashed = step, _DigestsBeside(self._alike())  # of tensors taken now: modules replace them in a step
-            self._hashed[1].start()
         self.at("between", step)
 
     def before_compute(self, step: int) -> None:
@@ -424,13 +399,10 @@ class Rehearsal:
         Raises:
             PeerLost: a rank was lost while ranks compared their results.
             RehearsalFailed: the second computation differed.
-            ReplicasDiffer: a comparison of replicas was due in this step, and they differ.
         """
         self._raise_refused()
         if self._job is not None:
             self._job.write(step, "gradients", self._batches | self._computed())
-        if self._compare_every and step % self._compare_every == 0:
-            self._compare(step)
         if step not in self._steps:
             return
         before = self._computed(with_state=True)
@@ -484,36 +456,6 @@ class Rehearsal:
         gradients = {} if self._gradients is None else self._gradients.digests()
         return gradients | state_digests(self._state) if with_state else gradients
 
-    def _alike(self) -> dict[str, torch.Tensor]:
-        """Tensors that replicas share. Buffers are left out: running statistics are rank-local."""
-        return {name: each for name, each in named_tensors(self._state).items() if not name.startswith("buffer ")}
-
-    def _compare(self, step: int) -> None:
-        """Stop all ranks if replicas differ.
-
-        This is part of the computation, which all ranks run whatever was repaired before. A background thread
-        computes the digests beside the step. As a program may write to parameters in the middle of a step, a
-        difference counts only if digests that are computed here, in the thread of the step, differ too.
-        """
-        hashed, self._hashed = self._hashed, None
-        held: dict[str, int] = {}
-        if hashed is not None and hashed[0] == step:
-            hashed[1].join()
-            held = hashed[1].found
-        held = held or tensor_digests(self._alike())
-        with group_health.tolerate_breaks():
-            found = compare_replicas(held, self._topology, self._device)
-            if found is not None:
-                found = compare_replicas(tensor_digests(self._alike()), self._topology, self._device)
-        if found is None:
-            return
-        reason = f"step {step}: {found}. This step has updated nothing, but training since the last comparison, "
-        reason += f"{self._compare_every} steps before, may be wrong. Return to a checkpoint from before that, and "
-        reason += "check the memory and the devices of that host."
-        if found.names:
-            self._give_up(reason)
-        raise ReplicasDiffer(reason)
-
     def _read_back(self) -> tuple[str, ...]:
         """Write the state as a replacement would receive it, overwrite it, and read it back."""
         before, data = state_digests(self._state), torch.empty(self._state.num_bytes(), dtype=torch.uint8)
@@ -527,13 +469,13 @@ class Rehearsal:
         return first_kind(found if self._besides is None else found | self._besides.differing())
 
     def _compare_replicas(self) -> tuple[str, ...]:
-        """Names of what differs on another replica of this shard: tensors (see `_alike`), and the state of the loop.
+        """Names of what differs on another replica of this shard: tensors, and the state of the loop.
 
         Callbacks are left out, and loaders: each rank has its own.
         """
         values = {name: each for name, each in self._values().items() if name.startswith("trainer ")}
         common = {name: each for name, each in values.items() if _OF_LOADERS not in name}
-        found = compare_replicas(tensor_digests(self._alike()) | common, self._topology, self._device)
+        found = compare_replicas(tensor_digests(alike_on_replicas(self._state)) | common, self._topology, self._device)
         return () if found is None else first_kind(found.names)
 
     def _raise_differences(self, step: int, what: str, names: tuple[str, ...]) -> None:

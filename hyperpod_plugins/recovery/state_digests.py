@@ -157,6 +157,11 @@ def named_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     return {name.replace(".", " ", 1): each for name, each in state.tensors().items()}
 
 
+def alike_on_replicas(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Tensors that replicas share. Buffers are left out: running statistics are rank-local."""
+    return {name: each for name, each in named_tensors(state).items() if not name.startswith("buffer ")}
+
+
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Digests of tensors, by their names."""
     return {name: tensor_checksum(each) for name, each in tensors.items()}

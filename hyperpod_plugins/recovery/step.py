@@ -49,6 +49,7 @@ from hyperpod_plugins.recovery.protocols import (
 )
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
+from hyperpod_plugins.recovery.replica_comparison import ReplicaComparison
 from hyperpod_plugins.recovery.restart_all import check_no_newer_checkpoint
 from hyperpod_plugins.recovery.shutdown import JobShutdown, reshard_if_asked, restart_without_missing
 from hyperpod_plugins.recovery.snapshot import Snapshots
@@ -114,8 +115,10 @@ class StepTransaction:
         on_repair: Callable[[Repair], None],
         snapshots: Snapshots | None = None,
         rehearsal: Rehearsal | None = None,
+        comparison: ReplicaComparison | None = None,
     ) -> None:
         self._rehearsal = rehearsal
+        self._comparison = comparison
         self._member = member
         self._training_loop = training_loop
         self._topology = topology
@@ -161,6 +164,8 @@ class StepTransaction:
             self._has_reported_begin = True
         if self._rehearsal is not None:
             self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
+        if self._comparison is not None:
+            self._comparison.begin(self.step)
         self._maybe_snapshot()
         self._training_loop.begin(self.step)
         if self._rehearsal is not None:
@@ -233,6 +238,7 @@ class StepTransaction:
 
         Raises:
             RecoveryError: No recovery level worked.
+            ReplicasDiffer: Replicas of a shard differ.
             Exception: `compute` raised too often on this rank.
         """
         if not self._has_begun:
@@ -240,6 +246,8 @@ class StepTransaction:
         self._has_begun = False
         while True:
             pending = self._attempt(compute, commit)
+            if pending.error is None and group_health.cause is None and self._comparison is not None:
+                self._comparison.compare(self.step)
             if pending.error is None and group_health.cause is None and self._rehearsal is not None:
                 pending = self._rehearse(self._rehearsal, compute, commit, pending)
             if pending.error is None and self._vote():

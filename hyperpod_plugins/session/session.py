@@ -48,7 +48,7 @@ from hyperpod_plugins.parallel.replica_mean import (
     GradAveraging,
     NoiseMeasuringAveraging,
 )
-from hyperpod_plugins.parallel.unit_watch import watch_units
+from hyperpod_plugins.parallel.unit_watch import reshard_gathered, watch_units
 from hyperpod_plugins.recovery import NO_STATE, Member, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.degrees import (
@@ -363,8 +363,9 @@ class Session:
                 "the scheduler inside to session.train, which steps it once: scheduler.scheduler where Accelerate has "
                 "wrapped it, made for as many steps as there are, not times the number of processes."
             )
-        replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         watch_units(model)
+        reshard_gathered(model)  # by a forward before; the optimizer holds shards
+        replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         succeed_parameters(model, is_by_program=True)
         reshard_after_evaluations(model)
         self._scheduled += [

@@ -168,6 +168,103 @@ def test_ranks_that_run_different_modules_get_the_result_of_one_process_or_are_t
             assert "block_classes" in text
 
 
+def evaluate_in_units():
+    """What four ranks are told, of which 0 and 1 have the shards of one replica, 2 and 3 those of the other."""
+    from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, gather_trace, parallelize
+    from hyperpod_plugins.parallel.unit_watch import _watches_of
+    from hyperpod_plugins.recovery.program_collectives import program_frames
+    from hyperpod_plugins.recovery.undo import end_iteration
+
+    gather_trace._NUM_CHECKED = 8
+    dist.init_process_group("hyperpod")
+    rank, told, values = dist.get_rank(), {}, []
+    config = ParallelConfig(block_classes=("Sequential",), hybrid_shard_degree=2)
+
+    def evaluate(model, *, kind="late", times=1):
+        model.kind = kind
+        with torch.no_grad():
+            for _ in range(times):
+                value = model(batch_of(0)[rank % 2 * 2 :][:2]).sum()
+        model.kind = "late"
+        return value
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(2):
+            model(batch_of(step)[2:]).square().mean().backward()
+            optimizer.step()
+            model.to(DEVICE)  # as when a fit begins again
+            optimizer.zero_grad()
+
+    def differ_at_once(model):
+        evaluate(model, kind="experts")
+
+    def differ_between_steps(model):
+        evaluate(model, times=4)
+        train(model)
+        evaluate(model, kind="experts" if rank > 1 else "late")
+        train(model)
+
+    def differ_for_long(model):
+        evaluate(model, times=4)
+        evaluate(model, kind="experts", times=8)
+
+    def differ_between_replicas(model):
+        values.append(evaluate(model, times=1 + 5 * (rank > 1)))
+        train(model)
+        evaluate(model, times=1 + rank // 2)
+        train(model)
+
+    def begin_again(model):
+        evaluate(model, times=2)
+        if rank == 3:  # a replacement that runs the rest of an evaluation has gathered nothing
+            for watch in _watches_of(model):
+                watch.without_gradients.clear()
+        end_iteration(model)
+        evaluate(model, times=4)
+        train(model)
+
+    def is_looked_at(model):
+        found = []
+        group_health.on_set_up = lambda kind, *_: found.append((kind, bool(program_frames())))
+        evaluate(model)
+        model(batch_of(0)[2:])
+        group_health.on_set_up = None
+        values.append(sorted(set(found)))
+
+    for case in (
+        is_looked_at,
+        differ_at_once,
+        differ_between_steps,
+        differ_for_long,
+        differ_between_replicas,
+        begin_again,
+    ):
+        model = parallelize(Routed("late"), build_mesh(config.topology(4), DEVICE), config)
+        try:
+            case(model)
+        except UnitsDiffer as error:
+            told[case.__name__] = str(error)
+        dist.barrier()
+    return told, values
+
+
+@pytest.mark.spawns
+def test_ranks_of_a_replica_that_evaluate_different_modules_are_told(run_ranks):
+    for rank, (told, values) in enumerate(run_ranks(evaluate_in_units, world_size=4)):
+        found, value = values
+        assert [kind for kind, is_of_program in found if is_of_program] == ["all_gather"], found
+        assert ("all_reduce", False) in found  # a comparison, which a replacement does not repeat
+        assert told.keys() == {"differ_at_once", "differ_between_steps", "differ_for_long"}
+        for case, text in told.items():
+            replica = rank // 2 if case != "differ_between_steps" else 1  # where only the second one differs
+            assert f"rank {2 * replica} gathers experts.1, but rank {2 * replica + 1} gathers experts.0" in text
+            assert "block_classes" in text
+        with torch.no_grad():
+            torch.testing.assert_close(value, Routed("late")(batch_of(0)[rank % 2 * 2 :][:2]).sum())
+
+
 def train_with_a_look(shard, share):
     """Losses of two networks that are also run without gradients before each of their optimizers steps."""
     torch.manual_seed(1)

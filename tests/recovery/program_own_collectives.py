@@ -111,6 +111,8 @@ def loop(folder, faults, hooks):
     factors = {"setup": total(RANK + 1), "start": gathered(RANK + 0.5)}
     model = session.parallelize(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # leaves parameters gathered
     session.train(model, optimizer)
     for step in session.steps(DataLoader(torch.randn(32, 4), batch_size=4), epochs=2):
         with step:

@@ -26,6 +26,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.dropout, self.last = nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1)
+        self.noted = nn.Linear(1, 1).requires_grad_(False)  # by each rank for itself
 
     def forward(self, x):
         CALLS.append(1)
@@ -59,13 +60,15 @@ class Interrupted(Rehearsal):
 if FAULT == "kill" and os.environ["RANK"] == "1":
     engine.Rehearsal = Interrupted
 steps = (int(REHEARSE),) if REHEARSE else ()
-every = int(os.environ.get("COMPARE", "0"))
+COMPARE = os.environ.get("COMPARE", "0")
+every = COMPARE if COMPARE == "auto" else int(COMPARE)
 options = RecoveryOptions(rehearse=steps, compare_replicas_every=every)
 num_ranks = int(os.environ["WORLD_SIZE"])
 session = Session(hybrid_shard_degree=1, global_batch_size=2 * num_ranks, recovery=options)
 torch.manual_seed(0)
 model = session.parallelize(Net())
-session.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+trained = [each for each in model.parameters() if each.requires_grad]
+session.train(model, torch.optim.AdamW(trained, lr=1e-2))
 seen, session.state["steps"] = Seen(), 0
 session.register_rank_local("seen", seen)
 
@@ -87,8 +90,12 @@ for step in session.steps(loader, epochs=1):
         session.state["steps"] += 1
         if FAULT == "flip" and session.rank == 1 and step.index == 2:
             model.first.weight.detach().to_local().view(torch.int32)[0, 0] ^= 1 << 12
+        if COMPARE == "auto":
+            model.noted.weight.detach().fill_(session.rank)
+        if FAULT == "redrawn" and step.index == 2:
+            nn.init.normal_(model.first.weight)  # random numbers of each rank
 for _ in range(1, int(os.environ.get("LOOPS", "1"))):
-    session.train(model, torch.optim.AdamW(model.parameters(), lr=1e-3 * session.state["steps"]))
+    session.train(model, torch.optim.AdamW(trained, lr=1e-3 * session.state["steps"]))
     session.register_rank_local("seen", seen)
     num_steps = 0
     for step in session.steps(loader, epochs=1):

@@ -370,7 +370,7 @@ def main():
         verify=True,
         replacement_timeout_s=option("REPLACEMENT_S", 60.0),
         hang_timeout_s=option("HANG_S", 30.0),
-        compare_replicas_every=option("COMPARE", 0),
+        compare_replicas_every=option("COMPARE", 0) or "auto",
         rank_local_state=os.environ.get("LOCAL", "exact"),
     )
     accumulate = option("ACCUMULATE", 1)

@@ -530,13 +530,14 @@ def test_a_disagreement_names_rank_host_and_the_first_tensors():
 
 @pytest.mark.spawns
 @pytest.mark.parametrize(
-    ("num_ranks", "told"),
+    ("fault", "every", "num_ranks", "told"),
     [
-        (2, "step 4: the replicas on ranks 0 ("),
-        (3, "step 4: rank 1 ("),
+        ("flip", "2", 2, "step 4: the replicas on ranks 0 ("),
+        ("flip", "2", 3, "step 4: rank 1 ("),
+        ("redrawn", "auto", 2, "step 4: the replicas on ranks 0 ("),
     ],
 )
-def test_replicas_that_drift_apart_by_one_bit_end_the_job_by_name(num_ranks, told):
+def test_replicas_that_drift_apart_end_the_job_by_name(fault, every, num_ranks, told):
     launcher = [
         sys.executable,
         "-m",
@@ -545,10 +546,11 @@ def test_replicas_that_drift_apart_by_one_bit_end_the_job_by_name(num_ranks, tol
         str(num_ranks),
         *PRELOAD,
     ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "flip", "COMPARE": "2"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "COMPARE": every}
     done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
     text = done.stdout + done.stderr
     assert done.returncode == 1, text
     assert told in text
     assert "parameter first.weight" in text
+    assert "parameter noted" not in text
     assert "step 2:" not in text  # compared and found equal
