@@ -360,7 +360,7 @@ class RecoveryEngine:
 
         return poll_until(departed, lambda is_any: not is_any, limit_s=_ENDING_S, every_s=self._poll_s)
 
-    def leave_early(self, committed: int, error: str, *, leaves: bool) -> None:
+    def leave_early(self, committed: int, error: str, *, num_bodies: int, leaves: bool) -> None:
         """End the entry on this rank alone, whose program has left it before its end.
 
         Whether lost processes are still replaced depends on the other ranks: until all have left the entry, too, they
@@ -368,6 +368,7 @@ class RecoveryEngine:
 
         Args:
             committed: steps that it has committed.
+            num_bodies: see `LeftLoop`.
             error: first line of the exception that it was left by, with its class; empty if none is known.
             leaves: whether this process no longer takes part in recovery.
         """
@@ -378,6 +379,7 @@ class RecoveryEngine:
             entry=self._entry,
             committed=committed,
             generation=member.generation,
+            num_bodies=num_bodies,
             error=error,
         ).publish(member.job_store)
         is_over = self._have_all_left()

@@ -331,6 +331,8 @@ class Loop:
         self._refuse_uneven_end()
         self._position = Position()
         self._step: Step | None = None
+        self._num_bodies = 0
+        """Number of steps whose body this process has run to its end."""
 
     @property
     def has_recovery(self) -> bool:
@@ -368,7 +370,7 @@ class Loop:
         if kind is None:
             self.transactions.leave()
         else:
-            self.transactions.leave_early(error)
+            self.transactions.leave_early(error, self._num_bodies)
 
     def _end_if_worker_was_lost(self, error: BaseException | None) -> None:
         if self.has_recovery and has_lost_loader_worker(error):
@@ -424,6 +426,7 @@ class Loop:
             if step.was_interrupted:
                 return True
             self._trained.end_body()
+            self._num_bodies += 1
             self._position = replace(self._position, after_commit=False, result=None)
         return False
 

@@ -108,10 +108,11 @@ class PlainSteps:
         this process, all processes restart.
         """
 
-    def leave_early(self, error: BaseException | None) -> None:
+    def leave_early(self, error: BaseException | None, num_bodies: int) -> None:
         """End the loop on this rank alone: the program has left it before its end.
 
         Args:
+            num_bodies: number of steps whose body this process has run to its end.
             error: that the loop was left by, as far as it is known; None for `break`, too.
         """
 
@@ -237,8 +238,8 @@ class Transactions(PlainSteps):
         self._engine.check_left()
 
     @override
-    def leave_early(self, error: BaseException | None) -> None:
-        engine = self._engine
+    def leave_early(self, error: BaseException | None, num_bodies: int) -> None:
+        engine, committed = self._engine, self._trained.get_position().committed
         if ends_only_this_process(error):
             self.has_left = True
             engine.end_entry(has_ended=False, leaves=True)
@@ -248,7 +249,7 @@ class Transactions(PlainSteps):
         self.has_left, self.must_await_others = engine.member.is_elastic, True
         program_end.watch()
         atexit.register(self._await_others_at_exit)
-        engine.leave_early(self._trained.get_position().committed, self._raised, leaves=self.has_left)
+        engine.leave_early(committed, self._raised, num_bodies=num_bodies, leaves=self.has_left)
 
     @override
     def await_others(self) -> None:

@@ -28,6 +28,8 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
     JobRestart,
     JobRestartBudget,
     Remedy,
+    RestartBudget,
+    RestartPolicy,
     WorkerExit,
 )
 from hyperpod_plugins.elastic.store.entry_records import (
@@ -243,6 +245,28 @@ def test_loops_that_were_left():
     assert not have_all_left(job_store, 1, 3, [0, 1])
     assert not have_all_left(job_store, 0, 2, [0, 1])
     assert departures(job_store, 1) == {1: second}
+
+
+def test_how_often_a_loop_may_fail():
+    """Three times at one place; elsewhere, one that has run the body of a step was able to start."""
+    budget = RestartBudget(RestartPolicy())
+    raised = {"code": 1, "error": "KeyError: no", "has_left_loop": True, "is_armed": True}
+    for num_attempts, made_progress, is_refused in [
+        (1, True, False),
+        (1, True, False),
+        (1, True, False),
+        (2, False, False),
+        (1, False, False),
+        (1, False, True),
+        (2, True, False),
+        (3, True, True),
+    ]:
+        loss = WorkerExit(
+            **raised, num_attempts=num_attempts, made_progress=made_progress, has_begun=True, uses_recovery=True
+        )
+        why_not = budget.why_not_replace(loss, 1.0, 0.0)
+        assert (why_not is not None) is is_refused, (num_attempts, made_progress)
+    assert why_not == "its loop has failed in 3 attempts at the same place, the last time with KeyError: no"
 
 
 def test_attempts_at_one_place_of_a_loop():

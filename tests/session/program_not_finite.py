@@ -22,9 +22,9 @@ def main(policy, folder):
     for step in session.steps(DataLoader(data, batch_size=4), epochs=1):
         with step:
             is_bad = step.index == 2 and session.rank == 1
-            step.run(lambda batch, is_bad=is_bad: model(batch[0]).square().mean() * (torch.nan if is_bad else 1.0))
             if is_bad and policy == "raise":
                 raise KeyError("a mistake in the body")
+            step.run(lambda batch, is_bad=is_bad: model(batch[0]).square().mean() * (torch.nan if is_bad else 1.0))
     state = {name: value.detach().to_local().clone() for name, value in model.named_parameters()}
     torch.save(state, folder / f"{session.rank}.pt")
 

@@ -36,7 +36,7 @@ def test_an_exception_that_each_process_raises_at_one_place_of_the_body_ends_the
     told = done.stdout + done.stderr
     assert done.returncode != 0
     assert told.count("another process takes its place") == 2
-    assert "step 3 of its loop has failed in 3 attempts, the last time with KeyError: 'a mistake in the body'" in told
+    assert "its loop has failed in 3 attempts at the same place, the last time with KeyError: 'a mistake in" in told
     assert "KeyError: 'a mistake in the body'" in told[told.index("Rank 1 failed first") :]
     assert "start again" not in told
 

@@ -54,6 +54,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
     RestartBudget,
     RestartPolicy,
     WorkerExit,
+    is_of_peer,
 )
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED, record_worker_exit
@@ -334,11 +335,9 @@ class WorkerExits:
         is_taken_over = node.job_store.incarnation(slot.worker_id) != failure.incarnation + 1
         if is_taken_over or node.state is AgentState.DRAINING:
             return
-        left = LeftLoop.of_process(node.job_store, slot.worker_id, slot.incarnation)
-        loss = self._look(slot, code, left)
+        loss = self._look(slot, code)
         budget = self._budgets.setdefault(slot.worker_id, RestartBudget(self._policy))
-        why_not = budget.why_not_replace(loss, slot.uptime_s, time.monotonic())
-        remedy, why = loss.decide(self._why_not_again(loss, left) or why_not)
+        remedy, why = loss.decide(budget.why_not_replace(loss, slot.uptime_s, time.monotonic()))
         if remedy is Remedy.REPLACE:
             self._replace(slot, code, failure)
         elif remedy is Remedy.RESTART_ALL:
@@ -366,20 +365,11 @@ class WorkerExits:
         self._generation = record_worker_exit(self._node.job_store, failure, self._generation)
         return failure
 
-    def _why_not_again(self, loss: WorkerExit, left: LeftLoop | None) -> str | None:
-        """Why the body of a loop is not run again in another process: it fails each time at the same place."""
-        if left is None or not loss.is_own_fault:
-            return None
-        number = left.count_attempts(self._node.job_store)
-        if number < self._policy.max_attempts:
-            return None
-        error = loss.error or left.error or f"exit code {loss.code}"
-        return f"step {left.committed} of its loop has failed in {number} attempts, the last time with {error}"
-
-    def _look(self, slot: WorkerSlot, code: int, left: LeftLoop | None) -> WorkerExit:
+    def _look(self, slot: WorkerSlot, code: int) -> WorkerExit:
         node, job_store, worker_id = self._node, self._node.job_store, slot.worker_id
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
+        left = LeftLoop.of_process(job_store, worker_id, slot.incarnation)
         node.uses_recovery |= uses_recovery(job_store)
         world = world_or_none(job_store)
         others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
@@ -387,6 +377,8 @@ class WorkerExits:
             code=code,
             error=error,
             has_left_loop=left is not None,
+            num_attempts=0 if left is None or is_of_peer(error) else left.count_attempts(job_store),
+            made_progress=left is not None and left.num_bodies > 0,
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
             uses_recovery=node.uses_recovery,

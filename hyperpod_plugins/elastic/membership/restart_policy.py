@@ -76,13 +76,16 @@ class RestartBudget:
             return f"exit code {GAVE_UP} says that its own recovery gave up"
         if loss.code == NOT_NEEDED:
             return None
-        early = uptime_s < self.policy.early_s and loss.is_own_fault
+        early = uptime_s < self.policy.early_s and loss.is_own_fault and not loss.made_progress
         self._early_faults = self._early_faults + 1 if early else 0
         while self._restarts_s and now_s - self._restarts_s[0] > self.policy.window_s:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self.policy.max_restarts:
             window = "" if math.isinf(self.policy.window_s) else f" within {self.policy.window_s:g} s"
             return f"it was replaced {len(self._restarts_s)} times{window}, and --max-restarts allows no more"
+        if loss.num_attempts >= self.policy.max_attempts:
+            last = loss.error or f"exit code {loss.code}"
+            return f"its loop has failed in {loss.num_attempts} attempts at the same place, the last time with {last}"
         if self._early_faults >= self.policy.max_early_faults:
             return f"it failed {self._early_faults} times in a row within {self.policy.early_s:g} s of its start"
         self._restarts_s.append(now_s)
@@ -108,6 +111,10 @@ class WorkerExit:
     """First line of the exception that ended it, with its class; empty if unknown."""
     has_left_loop: bool = False
     """Whether the process recorded that it left a loop of the program early: by an exception, or by `break`."""
+    num_attempts: int = 0
+    """Attempts at the place where it left the loop that have failed there, this one included; 0 if it left none."""
+    made_progress: bool = False
+    """Whether it had run a body of that loop to its end, so that it was able to start."""
     is_armed: bool
     """Whether the other members can take in a replacement."""
     has_begun: bool

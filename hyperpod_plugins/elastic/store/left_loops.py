@@ -31,6 +31,8 @@ class LeftLoop(JsonRecord):
     """Number of steps that were committed there."""
     generation: int
     """Number of the last generation that the process was part of."""
+    num_bodies: int = 0
+    """Number of steps of this loop whose body this process has run to its end."""
     error: str = ""
     """First line of the exception that the body or the loader has raised, with its class; empty if none is known."""
 
