@@ -266,8 +266,7 @@ class SnapshotBuffer:
             PeerLost: the groups broke meanwhile.
         """
         if self._slots is not None and step in self._snapshots:
-            outlives = self._slots.record(self._snapshots[step], _refuse_broken)
-            self.is_short |= not outlives and self._snapshots[step].data.numel() > 0
+            self.is_short |= not self._slots.record(self._snapshots[step], _refuse_broken)
 
     def keep_only(self, step: int) -> None:
         """Drop all snapshots but that of `step`."""
@@ -491,8 +490,8 @@ class Snapshots:
         num_bytes = self._state.num_bytes()
         if self._num_copies * num_bytes > self._limit_bytes:
             return None
-        data = self._own.allocate(num_bytes, keep=self._complete)
-        self._state.copy_to(data)
+        data = self._own.allocate(max(1, num_bytes), keep=self._complete)  # an empty file cannot be mapped
+        self._state.copy_to(data[:num_bytes])
         own = Snapshot(step=step, header=self._state.header(), trainer=describe(), data=data)
         self._own.put(own)
         return own
