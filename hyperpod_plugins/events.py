@@ -90,8 +90,14 @@ class AllocatorWatch:
                 warnings.warn(news, stacklevel=2)
 
     def attach(self, model: nn.Module) -> None:
-        """Count each forward pass of a model with gradients as a step, except within a graph of torch.compile."""
-        model.register_forward_pre_hook(self._before_forward)
+        """Count each forward pass of a model with gradients as a step, except within a graph of torch.compile.
+
+        A model that is counted already, or of a device without the watch, is left as it is.
+        """
+        hooks = model._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+        is_counted = any(isinstance(getattr(hook, "__self__", None), AllocatorWatch) for hook in hooks)
+        if self._device.type == "cuda" and not is_counted:
+            model.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, *_: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

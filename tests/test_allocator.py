@@ -35,6 +35,7 @@ def test_a_model_that_is_parallelized_is_watched(alone, monkeypatch, is_asked):
     monkeypatch.setattr(sys.modules["hyperpod_plugins.parallel.parallelize"], "AllocatorWatch", watch)
     config = ParallelConfig(fsdp_cache_flush_warnings=is_asked)
     model = parallelize(nn.Linear(4, 4), build_mesh(config.topology(1), "cpu"), config)
+    parallelize(model, build_mesh(config.topology(1), "cpu"), config)  # changes nothing
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(50):
