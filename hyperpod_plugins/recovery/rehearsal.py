@@ -92,7 +92,7 @@ class StateReadBack:
         registered = {name: each.stateful for name, each in self._local.items() if isinstance(each, ProgramState)}
         self._objects = {**loop.own_objects(), **registered}
         self._attributes = {
-            name: PlainAttributes([(name, each)], ignored=_OF_LIGHTNING)
+            name: PlainAttributes([(name, each)], ignored=_OF_LIGHTNING, follows=False)
             for name, each in self._objects.items()
             if is_of_program(type(each)) and isinstance(getattr(each, "__dict__", None), dict)
         }

@@ -220,7 +220,7 @@ class TrainedState:
         self._body_start: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
         writes = is_manual or not all(map(is_elementwise, self.optimizers))
-        self.attributes = PlainAttributes(modules_of_program(model))
+        self.attributes = PlainAttributes(modules_of_program(model), model=model)
         others: list[HasState] = [*([] if rates is None else [rates]), *(self.schedulers if is_manual else [])]
         kept = OptimizerCopy(self.optimizers, others) if writes else None
         self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
@@ -396,11 +396,12 @@ class TrainedState:
         if not position.after_commit:
             if self._module_start is not None:
                 buffers, attributes = self._module_start
+                is_undone = self.attributes.can_put_back(attributes)
                 buffers.put_back()
                 self.attributes.put_back(attributes)
             if local is not None:
                 local.return_to_before()
-            return True
+            return is_undone
         if self._rest_follows == position.committed:
             can_undo = self._can_undo_rest
             is_undone = self._rest.is_within_reach if can_undo is None else can_undo

@@ -294,7 +294,10 @@ class Transactions(PlainSteps):
         context, trained = self._context, self._trained
         if trained.local is None:
             ranks = self._engine.former_ranks
-            trained.local = LocalStates(context.topology, context.rank, former=former, former_ranks=ranks)
+            is_exact = self._engine.options.rank_local_state == "exact"
+            trained.local = LocalStates(
+                context.topology, context.rank, former=former, former_ranks=ranks, is_exact=is_exact
+            )
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)
