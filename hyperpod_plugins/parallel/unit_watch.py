@@ -247,6 +247,7 @@ class _Parameter:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
         self._stepped_on: TensorWeakRef | None = None
+        """This rank's part of that gradient: `Module.to` refuses gradients to which there are weak references."""
         self._was_zero: torch.Tensor | None = None
         """If the last reduction added to the gradient on which the optimizer had stepped: whether that was zero."""
 
@@ -293,7 +294,8 @@ class _Parameter:
         if begins and present is None:
             self.is_used = self._was_filled = False
         old = None if self._stepped_on is None else self._stepped_on()
-        self._was_zero = _local(old).count_nonzero() == 0 if old is not None and old is present else None
+        local = None if present is None else _local(present)
+        self._was_zero = local.count_nonzero() == 0 if local is not None and local is old else None
         if self.has_gradient:
             self.is_used = True
         else:
@@ -304,9 +306,10 @@ class _Parameter:
     def begin_update(self) -> bool:
         """Note that the optimizer steps; return whether its gradient includes one on which it has stepped before."""
         gradient = self.shard.grad
-        is_old = self._was_zero is not None and self._stepped_on is not None and self._stepped_on() is gradient
+        local = None if gradient is None else _local(gradient)
+        is_old = self._was_zero is not None and self._stepped_on is not None and self._stepped_on() is local
         includes_old = is_old and not self._was_zero
-        self._stepped_on, self._was_zero = None if gradient is None else TensorWeakRef(gradient), None
+        self._stepped_on, self._was_zero = None if local is None else TensorWeakRef(local), None
         return includes_old
 
     def remove_filled_zeros(self) -> None:
