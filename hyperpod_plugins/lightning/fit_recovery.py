@@ -331,8 +331,7 @@ class FitRecovery(NullFitRecovery):
         window, local = (None, None) if former is None else (former.window, former.local)
         self.window = AccumulationWindow(trainer, state, save, self._hooks, self._calls, others=others, former=window)
         if former is None or former._has_moved:
-            ranks, is_exact = engine.former_ranks, options.rank_local_state == "exact"
-            self.local = LocalStates(topology, self.member.rank, former=local, former_ranks=ranks, is_exact=is_exact)
+            self.local = LocalStates(topology, self.member.rank, former=local, former_ranks=engine.former_ranks)
             self.means, self.values, self.metrics = register_all(self.local, module, trainer, average)
             self._callbacks = RankLocalCallbacks(self.local, trainer, self._hooks, self._calls)
         else:

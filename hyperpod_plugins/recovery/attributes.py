@@ -186,6 +186,8 @@ class PlainAttributes:
         self._num_kept = 0
         self._quick: list[int] = []
         self._quick_text = b""
+        self.is_marked = False
+        """Whether the end of the set-up has been noted; see `mark_own`."""
         self._marked: dict[str, Any] = {}
         self._at_mark: dict[tuple[str, str], tuple[Any, Contents | None]] = {}
         self._note_first()
@@ -216,6 +218,10 @@ class PlainAttributes:
         """Whether these are the objects whose attributes are kept."""
         found = dict(owners)
         return found.keys() == self._owners.keys() and all(each is self._owners[name] for name, each in found.items())
+
+    def follows(self, value: object) -> bool:
+        """Whether an object is one of those that are restored and sent."""
+        return any(each.value is value for each in self._held.values())
 
     def leave_out(self, value: object) -> None:
         """Note that an object is restored in another way: what it holds is not followed."""
@@ -376,7 +382,7 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
-        kept = self.keep()
+        kept, self.is_marked = self.keep(), True
         self._at_mark = {
             (owner, key): (kept.values[index], kept.contents.get(index))
             for index, (owner, _, key) in enumerate(kept.places)

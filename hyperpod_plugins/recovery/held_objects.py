@@ -29,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
@@ -297,14 +298,17 @@ def _with_usual_integers(state: Any) -> Any:
     return state.astype(np.int64) if isinstance(state, np.ndarray) and state.dtype == np.uint32 else copied_leaf(state)
 
 
+def forget_step(value: object) -> None:
+    """Have a `GradScaler` forget what an interrupted step has done so far: it would refuse to do it again."""
+    if isinstance(value, GradScaler):
+        value._per_optimizer_states.clear()
+
+
 def set_state(held: Held, state: Any) -> None:
     """Load what `state_of` returned, in this process or another one."""
     value = held.value
     if held.way is Way.STATE:
-        # a `GradScaler` notes what the step has done so far, and would refuse to do it again
-        of_step = vars(value).get("_per_optimizer_states")
-        if isinstance(of_step, dict):
-            of_step.clear()
+        forget_step(value)
         value.load_state_dict(on_devices_of(value.state_dict(), tree_map(copied_leaf, state)))
     elif isinstance(value, torch.Generator):
         value.set_state(state)

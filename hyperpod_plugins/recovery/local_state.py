@@ -47,6 +47,7 @@ from hyperpod_plugins.errors import ConfigError, PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import BufferStates
+from hyperpod_plugins.recovery.held_objects import forget_step
 from hyperpod_plugins.recovery.packing import are_same, copied_leaf, on_devices_of, pack, unpack
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 
@@ -150,6 +151,7 @@ class ProgramState:
         """
         if state_dict and "state" not in leave:
             copied = tree_map(copied_leaf, state_dict["state"])
+            forget_step(self.stateful)
             self.stateful.load_state_dict(on_devices_of(self.stateful.state_dict(), copied))
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
@@ -183,6 +185,8 @@ class LocalStates:
     """Returns the states from before the hooks that precede the present step; empty if none have been called."""
     has_taken: Callable[[bool], object] = staticmethod(lambda begins_epoch: None)
     """Called in a joiner that has got its predecessor's state; with whether the step is the first of an epoch."""
+    is_exact = True
+    """Whether a step is refused that changes what cannot be sent; if not, a warning names it."""
     taken = Taken()
     """How this rank, if it is a joiner, got its predecessor's state."""
 
@@ -193,7 +197,6 @@ class LocalStates:
         *,
         former: "LocalStates | None" = None,
         former_ranks: Mapping[int, int] = MappingProxyType({}),
-        is_exact: bool = True,
     ) -> None:
         """Start without states.
 
@@ -202,9 +205,7 @@ class LocalStates:
             rank: of this process.
             former: of this process in the former world, with states of the same names; None if there is none.
             former_ranks: for each rank that was in that world, its rank there.
-            is_exact: whether a step is refused that changes what cannot be sent; if not, a warning names it.
         """
-        self._is_exact = is_exact
         self._rank = rank
         self._buddy_of = buddies(topology)
         self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
@@ -452,7 +453,7 @@ class LocalStates:
         if not self._is_active:
             return False
         present, is_first = self._present(), self._last is None
-        if self._is_exact and not is_beginning:
+        if self.is_exact and not is_beginning:
             for each in self._of_replica.values():
                 each.check()
         if not (is_first or self._changes) and are_same(present, self._last):

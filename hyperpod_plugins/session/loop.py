@@ -363,6 +363,7 @@ class Loop:
         is_over, raised, is_left = True, None, False
         self._trained.get_position = lambda: self._position  # not before: perhaps an earlier loop has not ended yet
         self.guard.open()
+        self._trained.scalers.open()
         try:
             yield from self._run(begins_at, resumed_from, at_end)
             is_left = True
@@ -382,6 +383,7 @@ class Loop:
             is_over = not ends_only_this_process(error)
             raise
         finally:
+            self._trained.scalers.close()
             self.guard.close()
             self.transactions.leave(is_over=is_over, error=raised)
             if is_left:

@@ -294,13 +294,12 @@ class Transactions(PlainSteps):
         context, trained = self._context, self._trained
         if trained.local is None:
             ranks = self._engine.former_ranks
-            is_exact = self._engine.options.rank_local_state == "exact"
-            trained.local = LocalStates(
-                context.topology, context.rank, former=former, former_ranks=ranks, is_exact=is_exact
-            )
+            trained.local = LocalStates(context.topology, context.rank, former=former, former_ranks=ranks)
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)
+            if not trained.attributes.is_marked:
+                trained.attributes.mark_own()
             if not trained.attributes.is_empty:
                 trained.local.register(ATTRIBUTES, trained.attributes)
         for name, state in trained.rank_local.items():
