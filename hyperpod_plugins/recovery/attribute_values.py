@@ -441,7 +441,9 @@ def _filled_array(present: Any, value: Any) -> Any:
             _write(present, value)
             return present
         return value.to(local_tensor(present).device) if type(value) is torch.Tensor else value
-    if type(present) is type(value) and _is_plain_array(present) and _have_same_form(present, value):
+    if isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and _is_plain_array(present):
+        if not _have_same_form(present, value):
+            return value
         _write(present, value)
         return present
     return value

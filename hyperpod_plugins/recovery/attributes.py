@@ -55,6 +55,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     text_of,
 )
 from hyperpod_plugins.recovery.held_objects import (
+    INTERNAL,
     MAX_OBJECTS,
     STATE,
     Held,
@@ -75,7 +76,6 @@ from hyperpod_plugins.recovery.program_collectives import is_library
 _log = logging.getLogger(__name__)
 ATTRIBUTES = "attributes"
 """Name under which the attributes of a model's modules are registered."""
-_INTERNAL = frozenset(vars(nn.Module()))
 _OF_TORCH = "__composable_api_state_key"
 """Prefix of the attributes in which `fully_shard` and its kind keep their own state of a module."""
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -146,7 +146,7 @@ class PlainAttributes:
             follows: whether to follow the objects that they hold.
         """
         self._follows = follows
-        self._ignored = _INTERNAL | frozenset(ignored)
+        self._ignored = INTERNAL | frozenset(ignored)
         self._owners = dict(owners)
         self._roots = [
             Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=self._ignored)

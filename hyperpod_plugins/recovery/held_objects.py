@@ -53,7 +53,8 @@ _ROOTS_ELSEWHERE = frozenset(
     }
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_INTERNAL = frozenset(vars(nn.Module()))
+INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes that torch gives to each module."""
 
 
 class Way(enum.Enum):
@@ -90,8 +91,8 @@ class Slots(MutableMapping[str, Any]):
     def __init__(self, value: object) -> None:
         """Look at the object's present attributes."""
         self._value = value
-        names = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-        each = [name for names in names for name in ((names,) if isinstance(names, str) else names)]
+        names: list[str | tuple[str, ...]] = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+        each = [name for slots in names for name in ((slots,) if isinstance(slots, str) else slots)]
         self.names = [name for name in each if name not in ("__dict__", "__weakref__")]
         """Names of all slots, those without a value included."""
 
@@ -199,7 +200,7 @@ def _held(name: str, value: Any, way: Way) -> Held:
             is_known = is_library(type(value).__module__) or "_update_count" in own
             allowed = frozenset(kept) if is_known else None
             tables = own, value._parameters, value._buffers
-            return Held(name, value, way, tables, allowed, frozenset(_INTERNAL - {"training"}))
+            return Held(name, value, way, tables, allowed, frozenset(INTERNAL - {"training"}))
         case _:
             return Held(name, value, way)
 
@@ -233,7 +234,7 @@ def find_held(
 def _entries_of(owner: Held) -> Iterator[tuple[str, Any]]:
     """Path and value of each object in the attributes of another, in an order that is the same in all processes."""
     for index, table in enumerate(owner.tables):
-        for key in sorted(key for key in table if isinstance(key, str) and (index or owner.owns(key))):
+        for key in sorted(key for key in table if index or owner.owns(key)):
             yield from _objects_in(f"{owner.name}.{key}", table.get(key), 0)
     if owner.way is Way.MODULE and isinstance(owner.value, nn.Module):
         for key, part in owner.value._modules.items():
@@ -296,6 +297,15 @@ def _with_usual_integers(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _with_usual_integers(each) for key, each in cast("dict[Any, Any]", state).items()}
     return state.astype(np.int64) if isinstance(state, np.ndarray) and state.dtype == np.uint32 else copied_leaf(state)
+
+
+def values_of(held: Held) -> dict[str, Any]:
+    """All that an object holds, by the names of its attributes; the state of a generator or an object with one."""
+    if not held.tables:
+        return {STATE: state_of(held)}
+    return {
+        key: each for index, table in enumerate(held.tables) for key, each in table.items() if index or held.owns(key)
+    }
 
 
 def forget_step(value: object) -> None:

@@ -62,6 +62,7 @@ from hyperpod_plugins.recovery.state_digests import (
     first_kind,
     local_digests,
     named_tensors,
+    object_digests,
     state_digests,
     steady_digests,
     tensor_digests,
@@ -448,7 +449,8 @@ class Rehearsal:
         local = self._loop.rank_local_states
 
         def read() -> dict[str, int]:
-            return value_digests(self._loop.present_values()) | ({} if local is None else local_digests(local.state()))
+            present = value_digests(self._loop.present_values()) | object_digests(self._state.model)
+            return present if local is None else present | local_digests(local.state())
 
         return steady_digests(read)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.amp.grad_scaler import GradScaler
 
@@ -20,7 +20,8 @@ class ScalerWatch:
 
     def open(self) -> None:
         """Watch all scalers, until `close`."""
-        former, used = GradScaler.scale, self._used
+        scaler, used = cast("Any", GradScaler), self._used
+        former = scaler.scale
 
         @functools.wraps(former)
         def scale(this: GradScaler, outputs: Any) -> Any:
@@ -28,9 +29,9 @@ class ScalerWatch:
             return former(this, outputs)
 
         def undo() -> None:
-            GradScaler.scale = former
+            scaler.scale = former
 
-        GradScaler.scale, self._undo = scale, undo
+        scaler.scale, self._undo = scale, undo
 
     def close(self) -> None:
         """Watch no more."""

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import logging
 import random
+import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -15,8 +16,12 @@ from recovery.test_life import results
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_function
 
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
+from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
+from hyperpod_plugins.recovery.state_digests import object_digests
+from hyperpod_plugins.session.grad_scalers import ScalerWatch
 
 
 class Owner(nn.Module):
@@ -404,6 +409,7 @@ class Holder(nn.Module):
         self.losses, self.window = [0.5] * (MAX_ENTRIES + 3), deque([0.5] * 2000, maxlen=2000)
         self.table = np.zeros((64, 32))
         self.late = None
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
     def values(self):
         """What the next step would compute with; draws from the generators."""
@@ -423,9 +429,8 @@ class Holder(nn.Module):
 
 
 def scaled_step(it):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    optimizer.param_groups[0]["params"][0].grad = it.scaler.scale(torch.ones(1))
-    it.scaler.unscale_(optimizer)  # an interrupted step leaves this in the scaler
+    it.optimizer.param_groups[0]["params"][0].grad = it.scaler.scale(torch.ones(1))
+    it.scaler.unscale_(it.optimizer)  # an interrupted step leaves this in the scaler
 
 
 HELD = {
@@ -494,3 +499,143 @@ def test_what_held_objects_have_is_undone_and_reaches_another_process(change, ca
     assert not caplog.records
     others.load_state_dict({})
     assert equal(other, Holder().values())
+
+
+def test_what_cannot_be_sent_is_refused_by_name_once_it_changes():
+    owner = Owner()
+    attributes = PlainAttributes([("module", owner)])
+    attributes.state_dict()
+    attributes.check()
+    owner.function = max
+    attributes.state_dict()
+    with pytest.raises(ConfigError, match=r"function of module \(builtin_function_or_method\).*register_buffer"):
+        attributes.check()
+    owner.function = len
+    attributes.state_dict()
+    attributes.check()
+
+
+class WithState:
+    """Holds what cannot be sent, and says itself what its state is."""
+
+    def __init__(self):
+        self.made, self.n, self.others = object(), 0, 0
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def load_state_dict(self, state):
+        self.n, self.made = state["n"], object()
+
+
+def test_a_state_dict_stands_for_attributes_that_cannot_be_sent():
+    owner, other = Owner(), Owner()
+    owner.held, other.held = WithState(), WithState()
+    attributes, others = (PlainAttributes([("module", each)]) for each in (owner, other))
+    owner.held.made, owner.held.n, owner.held.others = object(), 3, 4
+    others.load_state_dict(unpack(pack(attributes.state_dict())))
+    attributes.check()
+    assert (other.held.n, other.held.others) == (3, 4)
+    kept, made = attributes.keep(), owner.held.made
+    owner.held.made, owner.held.n = object(), 9
+    attributes.put_back(kept)
+    assert (owner.held.n, owner.held.made) == (3, made)
+
+
+def test_a_large_tensor_that_is_first_written_late_cannot_be_undone_once_and_can_from_then_on():
+    owner = Owner()
+    attributes = PlainAttributes([("module", owner)])
+    for _ in range(40):
+        kept = attributes.keep()
+    owner.large += 1
+    assert not attributes.can_put_back(kept)
+    for value in (1.0, 2.0):
+        kept = attributes.keep()
+        owner.large += 1
+        assert attributes.can_put_back(kept)
+        attributes.put_back(kept)
+        assert owner.large.tolist() == [value] * (MAX_ENTRIES + 1)
+        owner.large += 1
+
+
+class Elsewhere(nn.Module):
+    """Holds what other parts restore, and what belongs to libraries."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.parent, self.optimizer = [self.net], torch.optim.SGD(self.net.parameters(), 0.1)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer)
+        self.data = torch.utils.data.TensorDataset(torch.zeros(4))
+        self.log, self.lock, self.meter = logging.getLogger("x"), threading.Lock(), Meter()
+
+
+def test_what_is_restored_elsewhere_or_belongs_to_a_library_is_not_followed():
+    owner = Elsewhere()
+    attributes = PlainAttributes([("module", owner)], model=owner)
+    assert attributes.follows(owner.meter)
+    held = (owner.net, owner.optimizer, owner.schedule, owner.data, owner.log, owner.lock)
+    assert not any(map(attributes.follows, held))
+    attributes.leave_out(owner.meter)  # registered by the program
+    owner.meter.update(1.0)
+    assert attributes.state_dict() == {}
+
+
+def test_what_a_peer_sends_makes_no_object_of_a_library_and_sets_no_method():
+    owner = Owner()
+    attributes = PlainAttributes([("module", owner)])
+    for name in ("subprocess:Popen", "torch.nn.modules.linear:Linear", "os:system", "nowhere:X"):
+        with pytest.raises(CheckpointMismatch, match="which is not here"):
+            attributes.load_state_dict({"module": {"late": ("object", "module.late", name)}})
+    given = {"module": {"late": ("object", "x", _NAME)}, "x": {"__class__": _NAME, "n": 2, "update": 3, "__dict__": 4}}
+    attributes.load_state_dict(given)
+    assert vars(owner.late) == {"n": 2}
+
+
+_NAME = f"{Meter.__module__}:{Meter.__qualname__}"
+
+
+def test_a_rehearsal_sees_what_objects_hold_that_are_not_restored():
+    owner = Holder()
+    attributes = PlainAttributes([("module", owner)], model=owner, follows=False)
+    kept, before = attributes.keep(), object_digests(owner)
+    for name, change in HELD.items():
+        change(owner)
+        attributes.put_back(kept)
+        after = object_digests(owner)
+        is_of_module_itself = name.startswith(
+            ("a large", "a long", "one object", "an object that", "an object in two", "a new")
+        )
+        assert after != before or is_of_module_itself, name
+        before = after
+
+
+def test_a_scaler_that_nobody_would_give_to_a_replacement_is_refused_by_name():
+    known, unknown = (torch.amp.GradScaler("cpu") for _ in range(2))
+    off, watch = torch.amp.GradScaler("cpu", enabled=False), ScalerWatch(lambda value: value is known)
+    scale = torch.amp.GradScaler.scale
+    watch.open()
+    known.scale(torch.ones(()))
+    off.scale(torch.ones(()))
+    watch.check()
+    assert unknown.scale(torch.ones(())) == 2.0**16
+    with pytest.raises(ConfigError, match=r'session.register_rank_local\("scaler", scaler\)'):
+        watch.check()
+    watch.close()
+    assert torch.amp.GradScaler.scale is scale
+
+
+def test_a_scaler_that_is_registered_forgets_what_an_interrupted_step_has_done():
+    holder = Holder()
+    state = ProgramState("scaler", holder.scaler)
+    holder.scaler.scale(torch.ones(()))
+    kept, before = state.state_dict(), PlainAttributes([("module", holder)], model=holder).keep()
+    for put_back in (
+        lambda: state.load_state_dict(kept),
+        lambda: PlainAttributes([("module", holder)], model=holder).put_back(before),
+        lambda: None,
+    ):
+        scaled_step(holder)
+        put_back()
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaled_step(holder)
