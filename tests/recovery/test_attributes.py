@@ -599,14 +599,12 @@ def test_a_rehearsal_sees_what_objects_hold_that_are_not_restored():
     owner = Holder()
     attributes = PlainAttributes([("module", owner)], model=owner, follows=False)
     kept, before = attributes.keep(), object_digests(owner)
-    for name, change in HELD.items():
-        change(owner)
+    inside = [*HELD][: [*HELD].index("a namespace") + 1]  # the others change what the module itself has
+    for name in inside:
+        HELD[name](owner)
         attributes.put_back(kept)
         after = object_digests(owner)
-        is_of_module_itself = name.startswith(
-            ("a large", "a long", "one object", "an object that", "an object in two", "a new")
-        )
-        assert after != before or is_of_module_itself, name
+        assert after != before, name
         before = after
 
 
