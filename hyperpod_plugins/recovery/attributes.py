@@ -171,6 +171,8 @@ class PlainAttributes:
         """The same of large objects, with copies: they are not compared in each step."""
         self._first_states: dict[str, Any] = {}
         self._first_values: list[Any] = []
+        self._first_of: dict[int, Contents] = {}
+        """First values and contents by the index of their place, but for `_whole` objects."""
         self._renamed: set[int] = set()
         """`id`s of the objects that were first found under another name."""
         self._whole: set[str] = set()
@@ -203,7 +205,7 @@ class PlainAttributes:
         self._first = dict(zip(keys, values, strict=True))
         self._first_contents = {keys[index]: each for index, each in contents.items()}
         self._first_states = {each.name: self._state_form(each) for each in self._states}
-        self._first_values = values
+        self._first_values, self._first_of = values, dict(contents)
         copying = Copying(room=_FIRST_ELEMENTS, copies_lists=True)
         self._first_copies = {
             place: contents_of(each.value, copying) for place, each in self._first_contents.items() if each.is_partial
@@ -235,10 +237,12 @@ class PlainAttributes:
         self._num_kept += 1
         self._copying.room = _FIRST_ELEMENTS if self._num_kept <= _FIRST_COPIES else 0
         if self._num_kept in (1, _FIRST_COPIES + 1):
-            self._copied, self._quick = {}, []  # what has not been written to is copied from now on, or no more
+            large = {index for index, each in self._first_of.items() if each.is_partial}
+            # what has not been written to is copied from now on, or no more
+            self._copied = {index: each for index, each in self._copied.items() if index not in large}
         values, contents = self._present()
         states = {each.name: state_of(each) for each in self._states}
-        for name in self._by_state & self._held.keys():
+        for name in self._by_state & self._held.keys() if self._by_state else ():
             states[name] = state_of(Held(name, self._held[name].value, Way.STATE))
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states)
 
@@ -447,6 +451,11 @@ class PlainAttributes:
         self._first_values = [
             ABSENT if name in self._whole else self._first.get((name, key), ABSENT) for name, _, key in self._places
         ]
+        self._first_of = {
+            index: contents
+            for index, (name, _, key) in enumerate(self._places)
+            if name not in self._whole and (contents := self._first_contents.get((name, key))) is not None
+        }
         moved = {
             former.get((owner, id(table), key), -1): index for index, (owner, table, key) in enumerate(self._places)
         }
@@ -540,8 +549,7 @@ class PlainAttributes:
                 if value is not first and not self._stands_for(self._places[index], value, first)
             ]
         for index, each in contents.items():
-            owner, _, key = self._places[index]
-            first = None if owner in self._whole else self._first_contents.get((owner, key))
+            first = self._first_of.get(index)
             if each is not first and first is not None and first.value is each.value and not is_same(first):
                 found.append(index)
         if self._renamed:
