@@ -284,7 +284,7 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def can_restore(contents: Any) -> bool:
-    """Whether `restore` gives an object, as it is now, its contents again."""
+    """Whether `restore_contents` gives an object, as it is now, its contents again."""
     if not isinstance(contents, Contents):
         return True
     owner, entries = contents.value, contents.entries
@@ -298,7 +298,7 @@ def can_restore(contents: Any) -> bool:
     return all(map(can_restore, (each for _, each in entries) if kind in _DICTS else entries))
 
 
-def restore(contents: Any) -> Any:
+def restore_contents(contents: Any) -> Any:
     """Give an object its contents again, in place; returns the object."""
     if not isinstance(contents, Contents):
         return contents
@@ -311,7 +311,11 @@ def restore(contents: Any) -> Any:
         while len(value) > contents.size and kind in _LISTS | _DICTS:  # what was added last
             value.popitem() if kind in _DICTS else value.pop()
     else:
-        restored = [(key, restore(each)) for key, each in entries] if kind in _DICTS else [*map(restore, entries)]
+        restored = (
+            [(key, restore_contents(each)) for key, each in entries]
+            if kind in _DICTS
+            else [*map(restore_contents, entries)]
+        )
         if kind is not tuple:
             value.clear()
             (value.extend if kind in _LISTS else value.update)(restored if kind is not Counter else dict(restored))

@@ -51,7 +51,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     is_own,
     is_same,
     num_entries,
-    restore,
+    restore_contents,
     text_of,
 )
 from hyperpod_plugins.recovery.held_objects import (
@@ -654,7 +654,7 @@ class PlainAttributes:
         elif self._may_set(held, key):
             table[key] = value
             if contents is not None and not is_same(contents):
-                restore(contents)
+                restore_contents(contents)
 
     def _reset(self, held: Held, table: _Table, key: str, is_whole: bool) -> None:
         """Give an attribute its first value again; of an object that is given as a whole, remove it."""

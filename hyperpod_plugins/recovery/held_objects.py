@@ -53,6 +53,7 @@ _ROOTS_ELSEWHERE = frozenset(
     }
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_UNSET = object()
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that torch gives to each module."""
 
@@ -98,9 +99,12 @@ class Slots(MutableMapping[str, Any]):
 
     @override
     def __getitem__(self, key: str) -> Any:
-        if key not in self.names or not hasattr(self._value, key):
+        if key not in self.names:
             raise KeyError(key)
-        return getattr(self._value, key)
+        try:
+            return object.__getattribute__(self._value, key)
+        except AttributeError:
+            raise KeyError(key) from None
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
@@ -114,7 +118,7 @@ class Slots(MutableMapping[str, Any]):
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if hasattr(self._value, name))
+        return (name for name in self.names if self.get(name, _UNSET) is not _UNSET)
 
     @override
     def __len__(self) -> int:
@@ -177,7 +181,7 @@ def can_be_made(value: object, packages: frozenset[str]) -> bool:
 
 def _can_be_made(cls: type, packages: frozenset[str]) -> bool:
     """Whether objects of a class can be made without running any of its code."""
-    is_plain = "<locals>" not in cls.__qualname__ and not hasattr(cls, "__del__")
+    is_plain = "<locals>" not in cls.__qualname__ and getattr(cls, "__del__", None) is None
     return is_plain and _way_of(cls, packages) is Way.ATTRIBUTES and cls.__new__ is object.__new__
 
 
@@ -192,7 +196,10 @@ def _held(name: str, value: Any, way: Way) -> Held:
     match way:
         case Way.ATTRIBUTES:
             slots = Slots(value)
-            tables = (*([vars(value)] if hasattr(value, "__dict__") else []), *([slots] if slots.names else []))
+            tables = (
+                *([vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []),
+                *([slots] if slots.names else []),
+            )
             return Held(name, value, way, tables)
         case Way.MODULE:
             own = vars(value)
