@@ -22,9 +22,9 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, load_empty
 from hyperpod_plugins.lightning.trainer_state import is_small, replace_paths
-from hyperpod_plugins.recovery.local_state import LocalStates, copied_leaf
+from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
-from hyperpod_plugins.recovery.packing import are_same
+from hyperpod_plugins.recovery.packing import are_same, copied_leaf
 
 _BEGUN = " before its batch"
 """Suffix of the name of a state from before the hooks that precede the step."""

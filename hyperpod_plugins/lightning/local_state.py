@@ -379,6 +379,7 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     if data is not None and all(base in _DATA_MODULE or is_of_program(base) for base in type(data).__mro__):
         of_module.append(("the data module", data))
     of_library = {*vars(LightningModule()), *vars(LightningDataModule()), *_HYPERPARAMETERS}
+    module, metrics = trainer.lightning_module, metrics_of(trainer)
     known: dict[str, PlainAttributes] = vars(trainer).setdefault("_hyperpod_attributes", {})
     for name, owners, ignored in (
         (ATTRIBUTES, of_module, of_library),
@@ -386,7 +387,8 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     ):
         former = known.get(name)
         if former is None or not former.is_of(owners):
-            known[name] = PlainAttributes(owners, ignored=ignored, former=former)
+            left_out = [*callbacks, *metrics.values()]
+            known[name] = PlainAttributes(owners, ignored=ignored, model=module, left_out=left_out, former=former)
     return known
 
 

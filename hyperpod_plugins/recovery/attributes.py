@@ -2,63 +2,89 @@
 
 They are part of what a step computes with, but in no `state_dict`. So a step that is run again must find them as they
 were when it began, and a replacement must get those of the process that it replaces. Only objects whose class the
-program itself defines are looked at; libraries have other ways to keep their state.
+program itself defines are looked at, and the objects that these hold (see `held_objects`): libraries have other ways
+to keep their state.
 
     restored in a process that runs a part again    the same objects, with the contents of containers, tensors, arrays
-    sent to the buddy, and given to a replacement   numbers, strings, and containers, tensors, arrays of up to 1,024
+    sent to the buddy, and given to a replacement   numbers, strings, containers, tensors, arrays, and objects of these
 
 [Note: all or nothing] Attributes of one object belong together: a cached table and its length, for example. If one that
-has changed cannot be sent, none of that object's is: a replacement then has the object as its constructor made it, and
-a warning says so.
+has changed cannot be sent, none of that object's is. A step that has changed such an attribute is refused before it is
+committed, by `check`; with `rank_local_state="replica"` a warning says that a replacement has the object as its
+constructor made it. An object of the program that has `state_dict` and `load_state_dict` gives these instead.
+
+[Note: names of objects] In another process, an object is the one with the same name: the attributes through which it is
+found first. An object that the set-up has made keeps its first values, and only what differs from them is sent. If
+another one has taken its place since, all that this one holds is sent, and the other process puts it into its own
+object of that name; if it has none, it makes one, without a call of the program's code.
 """
 
 import logging
-import marshal
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import pickle
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from operator import is_
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyperpod_plugins.errors import format_list
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, StateLost, format_list
+from hyperpod_plugins.recovery.attribute_values import (
+    ABSENT,
+    ARRAYS,
+    CONTAINERS,
+    DELETED,
+    MAX_ENTRIES,
+    OWN,
+    Contents,
+    Copying,
+    can_restore,
+    class_called,
+    contents_of,
+    decoded,
+    encoded,
+    filled,
+    is_own,
+    is_same,
+    num_entries,
+    restore_contents,
+    text_of,
+)
+from hyperpod_plugins.recovery.held_objects import (
+    INTERNAL,
+    MAX_OBJECTS,
+    STATE,
+    Held,
+    Slots,
+    Way,
+    can_be_made,
+    find_held,
+    holds_any,
+    make,
+    may_hold_objects,
+    packages_of,
+    set_state,
+    state_of,
+)
 from hyperpod_plugins.recovery.packing import are_same, pack
 from hyperpod_plugins.recovery.program_collectives import is_library
 
 _log = logging.getLogger(__name__)
 ATTRIBUTES = "attributes"
 """Name under which the attributes of a model's modules are registered."""
-MAX_ENTRIES = 1024
-"""Most numbers, strings, containers and elements of tensors in an attribute whose contents are kept, or that is sent.
-
-Of a larger list or dictionary, only what was added is taken away again.
-"""
-_MAX_TEXT = 2**12
-_TEXTS = frozenset({str, bytes})
-_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
-_LISTS = frozenset({list, deque})
-_DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
-_ARRAYS = frozenset({torch.Tensor, np.ndarray})
-_CONTAINERS = frozenset({*_LISTS, *_DICTS, set, tuple})
-_MUTABLE = frozenset({*_LISTS, *_DICTS, *_ARRAYS, set})
-_WRITTEN_QUICKLY = frozenset({list, dict, set})
-_KINDS: dict[str, Any] = {
-    each.__name__: each for each in (list, tuple, set, deque, dict, OrderedDict, Counter, defaultdict)
-}
-_DICT_NAMES = frozenset(each.__name__ for each in _DICTS)
-_FACTORIES = {each.__name__: each for each in (int, float, str, bool, list, dict, set)}
-_INTERNAL = frozenset(vars(nn.Module()))
 _OF_TORCH = "__composable_api_state_key"
 """Prefix of the attributes in which `fully_shard` and its kind keep their own state of a module."""
 _TABLES = ("_parameters", "_buffers", "_modules")
-_ABSENT = object()
-_DELETED, _OWN = ("deleted",), ("own",)
-"""Forms of an attribute that is gone, and of one that the set-up of each process makes, such as an open file."""
+_WHOLE = "__class__"
+"""Key beside the attributes of an object all of whose attributes are there; its value is the object's class."""
+_UNREADABLE = "unreadable"
+_FIRST_COPIES = 32
+_FIRST_ELEMENTS = 2**22
+"""In the first copies, so many elements of large tensors are copied that were not written to yet."""
 
 
 def is_of_program(cls: type) -> bool:
@@ -75,30 +101,25 @@ def modules_of_program(model: nn.Module) -> list[tuple[str, object]]:
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Contents:
-    """The contents of a container, tensor or array at one moment."""
-
-    value: Any
-    """The object."""
-    size: int
-    """Its length; of a tensor, its version."""
-    entries: Any
-    """Of a container, a `_Contents` or the value of each entry (of a dictionary, pairs); of others a copy.
-
-    None if they are not kept: they are too large, or cannot be copied.
-    """
-    text: bytes = b""
-    """The contents as `marshal` writes them, which is quickly compared; empty if it does not."""
+_Table = MutableMapping[str, Any]
+_Place = tuple[str, _Table, str]
+"""Name of the owner, one of its tables, and a key in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptAttributes:
     """Attributes at one moment; see `PlainAttributes.keep`."""
 
+    held: dict[str, Held]
+    """The objects that were followed."""
+    places: list[_Place]
     values: list[Any]
-    contents: dict[int, _Contents]
+    """The value of each place."""
+    contents: dict[int, Contents]
     """Of containers, tensors and arrays, by the index of their place."""
+    whole: frozenset[str]
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    """States of generators and of objects with a `state_dict`, by name."""
 
 
 class PlainAttributes:
@@ -109,35 +130,86 @@ class PlainAttributes:
         owners: Iterable[tuple[str, object]],
         *,
         ignored: Collection[str] = (),
+        model: nn.Module | None = None,
+        left_out: Collection[object] = (),
         former: "PlainAttributes | None" = None,
+        follows: bool = True,
     ) -> None:
         """Start from the present values, which a replacement has too when it gets here.
 
         Args:
             owners: name and object, the same names on all ranks.
             ignored: names of attributes that a library uses.
+            model: whose modules are restored in other ways.
+            left_out: other objects that are.
             former: of some of the same objects, whose first values stay.
+            follows: whether to follow the objects that they hold.
         """
-        self._ignored = _INTERNAL | frozenset(ignored)
+        self._follows = follows
+        self._ignored = INTERNAL | frozenset(ignored)
         self._owners = dict(owners)
-        self._tables = [vars(each) for each in self._owners.values()]
-        self._places: list[tuple[str, dict[str, Any], str]] = []
+        self._roots = [
+            Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=self._ignored)
+            for name, each in self._owners.items()
+        ]
+        self._packages = packages_of(self._owners.values())
+        self._model = model
+        self._left_out = {id(each): each for each in left_out}
+        self._in_model: dict[int, nn.Module] = {}
+        self._held: dict[str, Held] = {}
+        self._states: list[Held] = []
+        self._by_state: set[str] = set()
+        """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
+        self._tables: list[_Table] = []
+        self._places: list[_Place] = []
         self._num_found = (-1, 0)
-        self._first: list[Any] = []
-        """The first value of each place."""
+        self._first_held: dict[str, Held] = {}
+        self._first: dict[tuple[str, str], Any] = {}
+        """The first value of each place, by the names of owner and attribute."""
+        self._first_contents: dict[tuple[str, str], Contents] = {}
+        self._first_copies: dict[tuple[str, str], Contents] = {}
+        """The same of large objects, with copies: they are not compared in each step."""
+        self._first_states: dict[str, Any] = {}
+        self._first_values: list[Any] = []
+        self._first_of: dict[int, Contents] = {}
+        """First values and contents by the index of their place, but for `_whole` objects."""
+        self._renamed: set[int] = set()
+        """`id`s of the objects that were first found under another name."""
+        self._whole: set[str] = set()
+        """Names of the objects that have taken the place of others."""
         self._warned: set[str] = set()
+        self._has_warned_of_number = False
+        self._unsent: list[str] = []
         self._seen: list[Any] = []
         self._mutable: list[int] = []
-        self._copied: dict[int, _Contents] = {}
+        self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
+        self._copying = Copying()
+        self._num_kept = 0
         self._quick: list[int] = []
         self._quick_text = b""
+        self.is_marked = False
+        """Whether the end of the set-up has been noted; see `mark_own`."""
         self._marked: dict[str, Any] = {}
-        self._at_mark: dict[tuple[str, str], tuple[Any, _Contents | None]] = {}
-        self._first = self._values()
-        self._first_contents = self._contents_of(self._first)
+        self._at_mark: dict[tuple[str, str], tuple[Any, Contents | None]] = {}
+        self._note_first()
         if former is not None:
             self._adopt(former)
+
+    def _note_first(self) -> None:
+        """Note the present objects and values as the first ones."""
+        self._find()
+        values, contents = self._present()
+        self._first_held, self._whole = dict(self._held), set()
+        keys = [(owner, key) for owner, _, key in self._places]
+        self._first = dict(zip(keys, values, strict=True))
+        self._first_contents = {keys[index]: each for index, each in contents.items()}
+        self._first_states = {each.name: self._state_form(each) for each in self._states}
+        self._first_values, self._first_of = values, dict(contents)
+        copying = Copying(room=_FIRST_ELEMENTS, copies_lists=True)
+        self._first_copies = {
+            place: contents_of(each.value, copying) for place, each in self._first_contents.items() if each.is_partial
+        }
 
     @property
     def is_empty(self) -> bool:
@@ -149,31 +221,88 @@ class PlainAttributes:
         found = dict(owners)
         return found.keys() == self._owners.keys() and all(each is self._owners[name] for name, each in found.items())
 
+    def follows(self, value: object) -> bool:
+        """Whether an object is one of those that are restored and sent."""
+        return any(each.value is value for each in self._held.values())
+
+    def leave_out(self, value: object) -> None:
+        """Note that an object is restored in another way: what it holds is not followed."""
+        if id(value) not in self._left_out:
+            self._left_out[id(value)] = value
+            self._first_held = {name: each for name, each in self._first_held.items() if each.value is not value}
+            self._find()
+
     def keep(self) -> KeptAttributes:
         """The present attributes, to be restored by `put_back`."""
-        values = self._values()
-        return KeptAttributes(values, self._contents_of(values))
+        self._num_kept += 1
+        self._copying.room = _FIRST_ELEMENTS if self._num_kept <= _FIRST_COPIES else 0
+        if self._num_kept in (1, _FIRST_COPIES + 1):
+            large = {index for index, each in self._first_of.items() if each.is_partial}
+            # what has not been written to is copied from now on, or no more
+            self._copied = {index: each for index, each in self._copied.items() if index not in large}
+        values, contents = self._present()
+        states = {each.name: state_of(each) for each in self._states}
+        for name in self._by_state & self._held.keys() if self._by_state else ():
+            states[name] = state_of(Held(name, self._held[name].value, Way.STATE))
+        return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states)
 
     def put_back(self, kept: KeptAttributes) -> None:
         """Restore all attributes: the same objects, with the contents that were kept."""
-        self._values()  # finds attributes that are new
-        for index in range(len(self._places)):
-            value = kept.values[index] if index < len(kept.values) else _ABSENT
-            self._put_back(index, value, kept.contents.get(index))
+        for name, state in kept.states.items():
+            held = kept.held[name]
+            set_state(held if held.way is not Way.ATTRIBUTES else Held(name, held.value, Way.STATE), state)
+        known = {(id(table), key) for _, table, key in kept.places}
+        for _, table, key in [*self._keys_of(kept.held.values())]:
+            if (id(table), key) not in known:
+                table.pop(key, None)
+        for index, (name, table, key) in enumerate(kept.places):
+            self._put_back(kept.held[name], table, key, kept.values[index], kept.contents.get(index))
+        self._whole = set(kept.whole)
+        self._find()
+
+    def can_put_back(self, kept: KeptAttributes) -> bool:
+        """Whether `put_back` can restore everything: not the contents of large objects at their first change."""
+        return all(map(can_restore, kept.contents.values())) and kept.states.keys() >= self._by_state & kept.held.keys()
 
     def state_dict(self) -> dict[str, Any]:
         """By owner, the attributes that differ from the first values, encoded; None for one that cannot be sent."""
-        values = self._values()
+        values, contents = self._present()
         found: dict[str, dict[str, Any]] = {}
-        for index in self._changed(values):
+        for index in self._changed(values, contents):
             owner, _, key = self._places[index]
             found.setdefault(owner, {})[key] = values[index]
-        found = {owner: self._without_own(owner, each) for owner, each in found.items()}
-        self._warn_of(found)
-        return {
-            owner: None if _unsendable(each) else {key: _encoded(value) for key, value in each.items()}
+        for name in self._whole:
+            found.setdefault(name, {})
+        names = self._forms() if found else {}
+        found = {owner: self._without_own(owner, each, names) for owner, each in found.items()}
+        states = self._states_for(found, names)
+        bad = {owner: _unsendable(each, names) for owner, each in found.items()}
+        self._warn_of(found, {owner: keys for owner, keys in bad.items() if keys} | self._bad_states(states))
+        sent: dict[str, Any] = {
+            owner: None if bad[owner] else {key: encoded(value, names) for key, value in each.items()}
             for owner, each in found.items()
         }
+        for name in self._whole & found.keys():
+            if sent[name] is not None:
+                sent[name][_WHOLE] = _name_of(type(self._held[name].value))
+        for name, form in states.items():
+            sent[name] = None if _is_unreadable(form) else {**(sent.get(name) or {}), STATE: form}
+        return sent
+
+    def check(self) -> None:
+        """Refuse what the last `state_dict` could not send.
+
+        Raises:
+            ConfigError: attributes have changed that cannot be sent.
+        """
+        if self._unsent:
+            raise ConfigError(
+                f"{format_list(self._unsent, 8)}: changed while the program trains, and a process that replaces a lost "
+                "one would not get it. Only numbers, strings, containers, tensors, arrays, and objects of the program "
+                "that consist of these are sent. Keep the value in a buffer (register_buffer) or in an object with "
+                "state_dict and load_state_dict; or set it once, before training begins (in __init__, setup or "
+                'on_train_start). If no result depends on it, rank_local_state="replica" only warns of it.'
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Load a `state_dict`; attributes that it does not hold are reset to their first values.
@@ -181,30 +310,46 @@ class PlainAttributes:
         Attributes in `leave`, and those of owners that could not be sent, stay as they are. Values are written into the
         present objects, so that an object that is reached in two ways is still one object.
         """
-        self._values()
-        absent = [
-            index
-            for index, (owner, _, key) in enumerate(self._places)
-            if isinstance(values := state_dict.get(owner, {}), dict)
-            and key not in values
-            and _named(owner, key) not in leave
-        ]
-        given = [
-            (vars(owner), key, form)
-            for name, values in state_dict.items()
-            if (owner := self._owners.get(name)) is not None and isinstance(values, dict)
-            for key, form in values.items()
-            if _named(name, key) not in leave and self._may_set(owner, key)
-        ]
-        for index in absent:
-            self._reset(index)
+        self._present()
+        loading = _Loading(self._held, self._first_held, state_dict, self._packages)
+        given: list[tuple[_Table, str, Any]] = []
+        absent: list[tuple[Held, _Table, str, bool]] = []
+        for name, held in loading.owners().items():
+            values: dict[str, Any] = state_dict.get(name, {})
+            self._note_whole(name, is_whole=_WHOLE in values)
+            self._load_state(held, values, leave)
+            present = {key: table for _, table, key in self._keys_of([held])}
+            first = [] if _WHOLE in values else [key for owner, key in self._first if owner == name]
+            absent += [
+                (held, present.get(key, held.tables[0]), key, _WHOLE in values)
+                for key in {*present, *first}
+                if key not in values and _named(name, key) not in leave
+            ]
+            given += [
+                (_table_with(held, key), key, form)
+                for key, form in values.items()
+                if key not in (_WHOLE, STATE) and _named(name, key) not in leave and self._may_set(held, key)
+            ]
+        self._held = loading.all()
+        for each in absent:
+            self._reset(*each)
         for table, key, form in given:
-            _load(table, key, form)
-        for index in absent:  # objects that are one here, and two in the other process, have been written to twice
-            self._reset(index)
+            _load(table, key, form, loading.object_of)
+        for each in absent:  # objects that are one here, and two in the other process, have been written to twice
+            self._reset(*each)
+        self._held = loading.all()  # with what was made
+        names = {id(held.value): ("object", name, _name_of(type(held.value))) for name, held in self._held.items()}
         for table, key, form in given:
-            if key in table and not _is_own(form) and not are_same(_encoded(table[key]), form):
-                table[key] = _decoded(form)
+            if key in table and not is_own(form) and not are_same(encoded(table[key], names), form):
+                table[key] = decoded(form, loading.object_of)
+        self._find()
+
+    def _note_whole(self, name: str, *, is_whole: bool) -> None:
+        """Note whether an object has taken the place of another one in the process whose state is loaded."""
+        if is_whole or name not in self._first_held:
+            self._whole.add(name)
+        else:
+            self._whole.discard(name)
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Attributes, named by owner and name, that differ from `before`, an earlier `state_dict`."""
@@ -218,17 +363,22 @@ class PlainAttributes:
 
     def packed(self) -> dict[str, bytes]:
         """Each attribute that can be sent to another process, packed, by the names of its owner and its own."""
-        values = self._values()  # finds new places
+        values, _ = self._present()
+        names = self._forms()
         return {
-            _named(owner, key): pack(_encoded(value))
+            _named(owner, key): pack(encoded(value, names))
             for (owner, _, key), value in zip(self._places, values, strict=True)
-            if value is not _ABSENT and _num_entries(value) <= MAX_ENTRIES
+            if value is not ABSENT and num_entries(value, names) <= MAX_ENTRIES
         }
 
     def places(self) -> dict[str, tuple[object, str]]:
         """Owner and name of each attribute, by the same names as in `packed`."""
-        self._values()  # finds new places
-        return {_named(owner, key): (self._owners[owner], key) for owner, _, key in self._places}
+        self._present()
+        return {
+            _named(owner, key): (self._held[owner].value, key)
+            for owner, _, key in self._places
+            if self._held[owner].way is Way.ATTRIBUTES
+        }
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """All of it; attributes of another job's checkpoint are not loaded at all."""
@@ -236,10 +386,10 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
-        kept = self.keep()
-        places = zip(self._places, kept.values, strict=True)
+        kept, self.is_marked = self.keep(), True
         self._at_mark = {
-            (owner, key): (value, kept.contents.get(index)) for index, ((owner, _, key), value) in enumerate(places)
+            (owner, key): (kept.values[index], kept.contents.get(index))
+            for index, (owner, _, key) in enumerate(kept.places)
         }
         self._marked = self.state_dict()
 
@@ -258,138 +408,350 @@ class PlainAttributes:
         }
         self.load_state_dict(given["present"], leave)
 
-    def _without_own(self, owner: str, values: dict[str, Any]) -> dict[str, Any]:
-        """The attributes with `_OWN` for those that cannot be sent, and are as this process's set-up has left them."""
-        for key in _unsendable(values):
-            value, contents = self._at_mark.get((owner, key), (_ABSENT, None))
-            if values[key] is value and (contents is None or _is_same(contents)):
-                values[key] = _OWN
-        return values
+    # -- objects, places and values -----------------------------------------------------------------------------
 
-    def _adopt(self, former: "PlainAttributes") -> None:
-        places = {(name, key): index for index, (name, _, key) in enumerate(former._places)}
-        for index, (name, table, key) in enumerate(self._places):
-            before = places.get((name, key))
-            if before is not None and former._places[before][1] is table:
-                self._first[index] = former._first[before]
-                self._first_contents.pop(index, None)
-                if before in former._first_contents:
-                    self._first_contents[index] = former._first_contents[before]
+    def _is_left_out(self, value: object) -> bool:
+        if isinstance(value, nn.Module):
+            if id(value) not in self._in_model and self._model is not None:
+                self._in_model = {id(each): each for each in self._model.modules()}
+            if id(value) in self._in_model:
+                return True
+        return id(value) in self._left_out
 
-    def _values(self) -> list[Any]:
-        """The value of each place; finds new places first."""
-        values = [table.get(key, _ABSENT) for _, table, key in self._places]
-        num_found = sum(map(len, self._tables)), sum(map(is_, values, repeat(_ABSENT)))
-        if num_found == self._num_found:
-            return values
-        self._num_found = num_found
-        known = {(owner, key) for owner, _, key in self._places}
-        new = [
-            (name, vars(owner), key)
-            for name, owner in self._owners.items()
-            for key in vars(owner)
-            if key not in self._ignored and (name, key) not in known and not key.startswith(_OF_TORCH)
+    def _find(self) -> None:
+        """Find the objects that are followed, and the places of their attributes."""
+        is_left_out = self._is_left_out if self._follows else _is_any
+        held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
+        if are_too_many and "" not in self._warned:
+            self._warned.add("")
+            _log.warning(
+                "attributes hold more than %d objects of the program; the others are not restored", MAX_OBJECTS
+            )
+        former = {(owner, id(table), key): index for index, (owner, table, key) in enumerate(self._places)}
+        for name, each in held.items():
+            present, first = self._held.get(name), self._first_held.get(name)
+            if present is not None and present.value is each.value:
+                held[name] = present
+            elif first is not None and first.value is each.value:
+                held[name] = first
+                self._whole.discard(name)
+            elif self._first_held:
+                self._whole.add(name)
+        self._whole &= held.keys()
+        self._held = held
+        first_names = {id(each.value): name for name, each in self._first_held.items()}
+        self._renamed = {id(each.value) for name, each in held.items() if first_names.get(id(each.value), name) != name}
+        self._states = [each for each in held.values() if each.way in (Way.GENERATOR, Way.STATE)]
+        self._tables = [table for each in held.values() for table in each.tables]
+        self._places = [(name, table, key) for name, table, key in self._keys_of(held.values())]
+        known = {(name, key) for name, _, key in self._places}
+        for name, key in self._first:  # attributes that are gone
+            if (name, key) not in known and name in held and name not in self._whole:
+                self._places.append((name, held[name].tables[0], key))
+        self._first_values = [
+            ABSENT if name in self._whole else self._first.get((name, key), ABSENT) for name, _, key in self._places
         ]
-        self._places += new
-        self._first += [_ABSENT] * len(new)
-        return values + [table[key] for _, table, key in new]
+        self._first_of = {
+            index: contents
+            for index, (name, _, key) in enumerate(self._places)
+            if name not in self._whole and (contents := self._first_contents.get((name, key))) is not None
+        }
+        moved = {
+            former.get((owner, id(table), key), -1): index for index, (owner, table, key) in enumerate(self._places)
+        }
+        self._copied = {moved[index]: each for index, each in self._copied.items() if index in moved}
+        self._quick = []
+        values = [table.get(key, ABSENT) for _, table, key in self._places]
+        self._num_found = self._num_present(values)
+        self._note_mutable(values)
 
-    def _mutable_in(self, values: list[Any]) -> list[int]:
-        """Indices of containers, tensors and arrays."""
-        if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
-            self._seen = values
-            kinds = _CONTAINERS | _ARRAYS
-            self._mutable = [index for index, value in enumerate(values) if type(value) in kinds]
-            self._copied = {index: each for index, each in self._copied.items() if each.value is values[index]}
-            if not self._copied.keys() >= set(self._quick):
-                self._quick = []
-        return self._mutable
+    def _num_present(self, values: list[Any]) -> tuple[int, int]:
+        return sum(map(len, self._tables)), sum(map(is_, values, repeat(ABSENT)))
 
-    def _contents_of(self, values: list[Any]) -> dict[int, _Contents]:
+    def _keys_of(self, owners: Iterable[Held]) -> Iterable[_Place]:
+        """The places of all attributes that some objects have now."""
+        for each in owners:
+            for index, table in enumerate(each.tables):
+                for key in table:
+                    if (index or each.owns(key)) and not key.startswith(_OF_TORCH):
+                        yield each.name, table, key
+
+    def _present(self) -> tuple[list[Any], dict[int, Contents]]:
+        """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
+        while True:
+            values = [table.get(key, ABSENT) for _, table, key in self._places]
+            is_known = self._num_present(values) == self._num_found
+            are_seen = is_known and len(values) == len(self._seen) and all(map(is_, values, self._seen))
+            if not is_known or (not are_seen and self._are_other_objects(values)):
+                self._find()
+                values = [table.get(key, ABSENT) for _, table, key in self._places]
+            if not are_seen:
+                self._note_mutable(values)
+            contents, are_others = self._contents_of(values)
+            if not are_others:
+                return values, contents
+            self._find()
+
+    def _are_other_objects(self, values: list[Any]) -> bool:
+        """Whether an attribute is another value now, which may be an object, or may have been one."""
+        return any(
+            may_hold_objects(value) or may_hold_objects(before)
+            for value, before in zip(values, self._seen, strict=True)
+            if value is not before
+        )
+
+    def _note_mutable(self, values: list[Any]) -> None:
+        """Note the indices of containers, tensors and arrays."""
+        self._seen = values
+        kinds = CONTAINERS | ARRAYS
+        self._mutable = [index for index, value in enumerate(values) if type(value) in kinds]
+        self._copied = {index: each for index, each in self._copied.items() if each.value is values[index]}
+        if not self._copied.keys() >= set(self._quick):
+            self._quick = []
+
+    def _contents_of(self, values: list[Any]) -> tuple[dict[int, Contents], bool]:
         """The contents of containers, tensors and arrays: the last ones where they are the same.
 
-        Those that `marshal` writes are compared in one piece, because each step compares all.
+        Those that `marshal` writes are compared in one piece, because each step compares all. Also returns whether a
+        container holds other objects than before.
         """
-        mutable = self._mutable_in(values)
-        if not mutable:
-            return {}
-        last, are_quick_same = self._copied, False
+        if not self._mutable:
+            return {}, False
+        last, are_quick_same, are_others = self._copied, False, False
         if self._quick:
-            are_quick_same = _text_of([values[index] for index in self._quick]) == self._quick_text
+            are_quick_same = text_of([values[index] for index in self._quick]) == self._quick_text
         quick = set(self._quick) if are_quick_same else set[int]()
-        self._copied = {
-            index: last[index]
-            if index in quick or (index in last and _is_same(last[index]))
-            else _contents(values[index])
-            for index in mutable
-        }
+        copied: dict[int, Contents] = {}
+        for index in self._mutable:
+            before = last.get(index)
+            if before is not None and (index in quick or is_same(before)):
+                copied[index] = before
+                continue
+            if before is not None:
+                self._copying.note(before)
+            copied[index] = now = contents_of(values[index], self._copying)
+            is_plain = before is None or bool(now.text and before.text) or type(before.value) in ARRAYS
+            are_others |= not is_plain and _may_have_held(before, values[index])
+        self._copied = copied
         if not are_quick_same:
-            self._quick = [index for index, each in self._copied.items() if each.text]
-            self._quick_text = _text_of([values[index] for index in self._quick])
-        return self._copied
+            self._quick = [index for index, each in copied.items() if each.text and type(each.value) in CONTAINERS]
+            self._quick_text = text_of([values[index] for index in self._quick])
+        return copied, are_others
 
-    def _changed(self, values: list[Any]) -> list[int]:
+    def _changed(self, values: list[Any], contents: Mapping[int, Contents]) -> list[int]:
         """Indices of the attributes that differ from the first values."""
         found: list[int] = []
-        if not all(map(is_, values, self._first)):
-            pairs = zip(values, self._first, strict=True)
-            found = [index for index, (value, first) in enumerate(pairs) if value is not first]
-        for index, contents in self._contents_of(values).items():
-            first = self._first_contents.get(index)
-            if contents is not first and first is not None and first.value is contents.value and not _is_same(first):
+        if not all(map(is_, values, self._first_values)):
+            pairs = zip(values, self._first_values, strict=True)
+            found = [
+                index
+                for index, (value, first) in enumerate(pairs)
+                if value is not first and not self._stands_for(self._places[index], value, first)
+            ]
+        for index, each in contents.items():
+            first = self._first_of.get(index)
+            if each is not first and first is not None and first.value is each.value and not is_same(first):
                 found.append(index)
-        return sorted(found)
+        if self._renamed:
+            found += [index for index, value in enumerate(values) if holds_any(value, self._renamed)]
+        return sorted({*found})
 
-    def _may_set(self, owner: Any, key: Any) -> bool:
-        """Whether an attribute may be set: not one of a library, a method or property, or one of a module's tables."""
-        table = vars(owner)
-        if not isinstance(key, str) or key in self._ignored or any(key in table.get(each, {}) for each in _TABLES):
+    def _stands_for(self, place: _Place, value: Any, first: Any) -> bool:
+        """Whether an object has taken the place of the first one, and is sent under its name."""
+        name = _named(place[0], place[2])
+        held, former = self._held.get(name), self._first_held.get(name)
+        if held is None or former is None or held.value is not value or former.value is not first:
             return False
-        if key.startswith(_OF_TORCH):
-            return False
-        return key in table or all(_may_hide(base, key) for base in type(owner).__mro__)
+        return type(value) is type(first)
 
-    def _put_back(self, index: int, value: Any, contents: _Contents | None) -> None:
-        name, table, key = self._places[index]
-        if value is _ABSENT:
-            table.pop(key, None)
-        elif self._may_set(self._owners[name], key):
-            table[key] = value
-            if contents is not None and not _is_same(contents):
-                _restore(contents)
-
-    def _reset(self, index: int) -> None:
-        first, contents = self._first[index], self._first_contents.get(index)
-        _, table, key = self._places[index]
-        if first is _ABSENT:
-            is_known = key not in table or _num_entries(table[key]) <= MAX_ENTRIES
-        else:
-            is_known = type(first) in _SCALARS or (contents is not None and _num_entries(first) <= MAX_ENTRIES)
-        if is_known:
-            self._put_back(index, first, contents)
-
-    def _warn_of(self, changed: dict[str, dict[str, Any]]) -> None:
-        """Name, once, the attributes that another process cannot be given."""
-        bad = {owner: _unsendable(each) for owner, each in changed.items() if owner not in self._warned}
-        bad = {owner: names for owner, names in bad.items() if names}
-        self._warned |= bad.keys()
-        if bad and not (dist.is_initialized() and dist.get_rank()):
-            _log.warning(
-                "attributes change while the program trains, and cannot be sent to another process: %s. Only numbers, "
-                "strings, and containers, tensors and arrays of at most %d of them are. If a process is lost, its "
-                "replacement has the attributes of these objects as they were when training began; after a return to a "
-                "snapshot, the others keep later ones. If results depend on them, keep them in buffers, or register "
-                "them (register_rank_local)",
-                format_list(
-                    (
-                        f"{each} of {owner} ({type(changed[owner][each]).__name__})"
-                        for owner in bad
-                        for each in bad[owner]
-                    ),
-                    8,
-                ),
-                MAX_ENTRIES,
+    def _forms(self) -> dict[int, tuple[Any, ...]]:
+        """Of each object that another process has, or can make: the form that stands for it, by `id`."""
+        roots = self._owners.keys()
+        return {
+            id(each.value): ("object", name, _name_of(type(each.value)))
+            for name, each in self._held.items()
+            if name not in roots
+            and (
+                (name in self._first_held and type(self._first_held[name].value) is type(each.value))
+                or can_be_made(each.value, self._packages)
             )
+        }
+
+    def _adopt(self, former: "PlainAttributes") -> None:
+        """Take over the first values of the objects that are the same as in another one."""
+        same = {
+            name
+            for name, each in self._first_held.items()
+            if name in former._first_held and former._first_held[name].value is each.value
+        }
+        for name, key in [*self._first]:
+            if name in same and (name, key) in former._first:
+                self._first[name, key] = former._first[name, key]
+                for own, others in (
+                    (self._first_contents, former._first_contents),
+                    (self._first_copies, former._first_copies),
+                ):
+                    own.pop((name, key), None)
+                    if (name, key) in others:
+                        own[name, key] = others[name, key]
+        self._first_states |= {name: former._first_states[name] for name in same & former._first_states.keys()}
+        self._find()
+
+    # -- values for another process -----------------------------------------------------------------------------
+
+    def _state_form(self, held: Held) -> Any:
+        state = state_of(held)
+        return encoded(state, {}) if num_entries(state) <= MAX_ENTRIES else _unreadable(state)
+
+    def _states_for(self, found: dict[str, dict[str, Any]], names: Collection[int]) -> dict[str, Any]:
+        """The states of objects that differ from the first ones; takes attributes for which one stands from `found`."""
+        states = {each.name: self._state_form(each) for each in self._states}
+        states = {
+            name: form
+            for name, form in states.items()
+            if name in self._whole or not are_same(form, self._first_states.get(name))
+        }
+        for name, each in found.items():
+            held = self._held[name]
+            bad = _unsendable(each, names)
+            if bad and name not in self._owners and _has_state(held.value):
+                self._by_state.add(name)
+                states[name] = self._state_form(Held(name, held.value, Way.STATE))
+                for key in bad:
+                    del each[key]
+        return states
+
+    def _bad_states(self, states: dict[str, Any]) -> dict[str, list[str]]:
+        return {name: [STATE] for name, form in states.items() if _is_unreadable(form)}
+
+    def _without_own(self, owner: str, values: dict[str, Any], names: Collection[int]) -> dict[str, Any]:
+        """The attributes with `OWN` for those that cannot be sent, and are as this process's set-up has left them."""
+        for key in _unsendable(values, names):
+            value, contents = self._at_mark.get((owner, key), (ABSENT, None))
+            is_as_marked = values[key] is value and (contents is None or is_same(contents))
+            if is_as_marked or _is_made_when_read(type(self._held[owner].value), key):
+                values[key] = OWN
+        return values
+
+    def _may_set(self, held: Held, key: Any) -> bool:
+        """Whether an attribute may be set: not one of a library, a method or property, or one of a module's tables."""
+        if not isinstance(key, str) or key.startswith(_OF_TORCH):
+            return False
+        if any(key in table for table in held.tables[1:]):
+            return True
+        if not held.owns(key) or not held.tables:
+            return False
+        table = held.tables[0]
+        if any(isinstance(each, Slots) and key in each.names for each in held.tables):
+            return True
+        if any(key in table.get(each, {}) for each in _TABLES if isinstance(held.value, nn.Module)):
+            return False
+        return key in table or all(_may_hide(base, key) for base in type(held.value).__mro__)
+
+    def _put_back(self, held: Held, table: _Table, key: str, value: Any, contents: Contents | None) -> None:
+        if value is ABSENT:
+            table.pop(key, None)
+        elif self._may_set(held, key):
+            table[key] = value
+            if contents is not None and not is_same(contents):
+                restore_contents(contents)
+
+    def _reset(self, held: Held, table: _Table, key: str, is_whole: bool) -> None:
+        """Give an attribute its first value again; of an object that is given as a whole, remove it."""
+        first = ABSENT if is_whole else self._first.get((held.name, key), ABSENT)
+        place = held.name, key
+        contents = None if is_whole else self._first_copies.get(place, self._first_contents.get(place))
+        known = {id(each.value) for each in (*self._held.values(), *self._first_held.values())}
+        if first is ABSENT:
+            is_known = is_whole or key not in table or num_entries(table[key], known) <= MAX_ENTRIES
+        else:
+            is_known = contents is not None or num_entries(first, known) <= MAX_ENTRIES
+        if is_known and contents is not None and not can_restore(contents):
+            raise StateLost(
+                f"{_named(held.name, key)} was changed in place, and there is no copy of its first contents"
+            )
+        if is_known:
+            self._put_back(held, table, key, first, contents)
+
+    def _load_state(self, held: Held, values: dict[str, Any], leave: Collection[str]) -> None:
+        """Load the state of a generator, or of an object with a `state_dict`; the first one if there is none."""
+        form = values.get(STATE, self._first_states.get(held.name))
+        if form is not None and not _is_unreadable(form) and _named(held.name, STATE) not in leave:
+            way = Way.STATE if held.way is Way.ATTRIBUTES else held.way
+            set_state(Held(held.name, held.value, way), decoded(form, _no_object))
+
+    def _warn_of(self, changed: Mapping[str, dict[str, Any]], bad: Mapping[str, list[str]]) -> None:
+        """Note the attributes that another process cannot be given, and name them once."""
+        self._unsent = [
+            f"{key} of {owner} ({type(changed.get(owner, {}).get(key, self._held[owner].value)).__name__})"
+            for owner, keys in bad.items()
+            for key in keys
+        ]
+        new = [text for text in self._unsent if text not in self._warned]
+        self._warned |= {*new}
+        if new and not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "attributes change while the program trains, and cannot be sent to another process: %s. If a process "
+                "is lost, its replacement has the attributes of these objects as they were when training began; after "
+                "a return to a snapshot, the others keep later ones. If results depend on them, keep them in buffers, "
+                "or register them (register_rank_local)",
+                format_list(new, 8),
+            )
+
+
+class _Loading:
+    """The objects into which one state is loaded, by name."""
+
+    def __init__(
+        self,
+        present: Mapping[str, Held],
+        first: Mapping[str, Held],
+        state_dict: Mapping[str, Any],
+        packages: frozenset[str],
+    ) -> None:
+        self._present, self._first, self._state_dict, self._packages = present, first, state_dict, packages
+        self._made: dict[str, Held] = {}
+
+    def owners(self) -> dict[str, Held]:
+        """Each object whose attributes are loaded or reset; makes those that are missing here."""
+        found: dict[str, Held] = {}
+        for name in [*self._first, *(name for name in self._state_dict if name not in self._first)]:
+            values = self._state_dict.get(name, {})
+            if not isinstance(values, dict):
+                continue
+            whole = values.get(_WHOLE)
+            held = self._first.get(name) if whole is None else self._of_class(name, str(whole))
+            if held is not None:
+                found[name] = held
+        return found
+
+    def all(self) -> dict[str, Held]:
+        """All objects that may stand for a name."""
+        return {**self._present, **self._first, **self._made}
+
+    def object_of(self, name: str, cls: str) -> Any:
+        """The object with this name, of the class of this full name.
+
+        Raises:
+            CheckpointMismatch: there is none, and none can be made.
+        """
+        values = self._state_dict.get(name)
+        is_whole = isinstance(values, dict) and _WHOLE in values
+        held = self._of_class(name, cls) if is_whole else self._first.get(name)
+        if held is None:
+            raise CheckpointMismatch(f"the state of one rank has an object {name!r} of {cls}, which is not here")
+        return held.value
+
+    def _of_class(self, name: str, cls: str) -> Held | None:
+        for known in (self._first, self._made, self._present):
+            held = known.get(name)
+            if held is not None and _name_of(type(held.value)) == cls:
+                return held
+        kind = class_called(cls)
+        made = None if kind is None else make(name, kind, self._packages)
+        if made is not None:
+            self._made[name] = made
+        return made
 
 
 def _may_hide(cls: type, key: str) -> bool:
@@ -399,210 +761,71 @@ def _may_hide(cls: type, key: str) -> bool:
     return not is_library(cls.__module__) and not {"__get__", "__set__"} & {*dir(type(vars(cls)[key]))}
 
 
+def _is_made_when_read(cls: type, key: str) -> bool:
+    """Whether an attribute is a `cached_property`, which each process computes for itself."""
+    return any(isinstance(vars(base).get(key), cached_property) for base in cls.__mro__)
+
+
+def _has_state(value: object) -> bool:
+    return all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _may_have_held(before: Any, value: Any) -> bool:
+    """Whether a container holds objects that may be followed, or held them when `before` was kept."""
+    return may_hold_objects(value) or any(
+        type(each.value) in CONTAINERS and _may_have_held(each, None)
+        if isinstance(each, Contents)
+        else may_hold_objects(each)
+        for each in _entries_of(before)
+    )
+
+
+def _entries_of(contents: Contents) -> list[Any]:
+    entries: list[Any] = contents.entries or []
+    return [each for _, each in entries] if isinstance(contents.value, dict) else entries
+
+
+def _table_with(held: Held, key: str) -> _Table:
+    """The table of an object in which an attribute is, or will be."""
+    return next((table for table in held.tables[1:] if key in table), held.tables[0])
+
+
+def _is_any(_: object) -> bool:
+    return True
+
+
 def _named(owner: str, key: str) -> str:
     return f"{owner}.{key}"
 
 
-def _unsendable(values: dict[str, Any]) -> list[str]:
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _unsendable(values: dict[str, Any], names: Collection[int]) -> list[str]:
     """Names of the attributes that cannot be sent."""
-    return [key for key, value in values.items() if value is not _ABSENT and _num_entries(value) > MAX_ENTRIES]
+    return [key for key, value in values.items() if value is not ABSENT and num_entries(value, names) > MAX_ENTRIES]
 
 
-def _num_entries(value: Any, depth: int = 0) -> int:
-    """Numbers, strings, containers and elements of tensors; more than `MAX_ENTRIES` if there is anything else."""
-    kind, too_many = type(value), MAX_ENTRIES + 1
-    if kind in _SCALARS:
-        return too_many if kind in _TEXTS and len(value) > _MAX_TEXT else 1
-    if kind is torch.Tensor:
-        return max(1, value.numel()) if _is_plain_tensor(value.detach()) else too_many
-    if kind is np.ndarray:
-        return max(1, value.size) if _is_plain_array(value) else too_many
-    if kind is defaultdict and value.default_factory not in (None, *_FACTORIES.values()):
-        return too_many
-    if kind not in _CONTAINERS or len(value) > MAX_ENTRIES or depth > 8:  # a cyclic one has no end
-        return too_many
-    total = 1
-    for each in (*value, *value.values()) if kind in _DICTS else value:
-        total += _num_entries(each, depth + 1)
-        if total > MAX_ENTRIES:
-            break
-    return total
-
-
-def _is_plain_tensor(value: torch.Tensor) -> bool:
-    """Whether a tensor has values that can be copied, and memory that can be written to."""
-    is_usual = value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_inference())
-    return is_usual and value.is_contiguous()
-
-
-def _is_plain_array(value: np.ndarray[Any, Any]) -> bool:
-    is_usual = value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 and value.dtype.isnative
-    return is_usual and value.flags.writeable and value.flags.c_contiguous
-
-
-# In this process: contents are restored in the objects themselves.
-
-
-def _contents(value: Any, depth: int = 0) -> Any:
-    """The contents of a container, tensor or array; any other value as it is."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        is_kept = not value.requires_grad and _is_plain_tensor(value) and value.numel() <= MAX_ENTRIES
-        version = 0 if value.is_inference() else value._version  # pyright: ignore[reportPrivateUsage]
-        return _Contents(value, version, value.clone() if is_kept else None)
-    if kind is np.ndarray:
-        is_kept = _is_plain_array(value) and value.size <= MAX_ENTRIES
-        return _Contents(value, value.size, value.copy() if is_kept else None)
-    if kind not in _CONTAINERS:
-        return value
-    if len(value) > MAX_ENTRIES or depth > 8:
-        return _Contents(value, len(value), None)
-    if kind in _DICTS:
-        entries: Any = [(key, _contents(each, depth + 1)) for key, each in value.items()]
-    else:
-        entries = [_contents(each, depth + 1) for each in value]
-    return _Contents(value, len(value), entries, b"" if depth else _text_of(value))
-
-
-def _text_of(value: Any) -> bytes:
-    """What `marshal` writes for a container of numbers and strings; empty for anything else."""
-    try:
-        return marshal.dumps(value, 2) if type(value) in _WRITTEN_QUICKLY else b""
-    except ValueError:
-        return b""
-
-
-def _is_same(contents: Any, value: Any = _ABSENT) -> bool:
-    """Whether an object still has its contents; `value`: what stands in its place now."""
-    if not isinstance(contents, _Contents):
-        return contents is value or (type(contents) in _SCALARS and type(value) is type(contents) and contents == value)
-    owner, entries = contents.value, contents.entries
-    if value is not _ABSENT and value is not owner:
-        return False
-    if type(owner) is torch.Tensor:
-        is_same = owner.is_inference() or owner._version == contents.size  # pyright: ignore[reportPrivateUsage]
-        return is_same or (entries is not None and are_same(owner, entries))
-    if type(owner) is np.ndarray:
-        return entries is None or (owner.shape == entries.shape and owner.tobytes() == entries.tobytes())
-    if len(owner) != contents.size or entries is None:
-        return len(owner) == contents.size
-    if contents.text and _text_of(owner) == contents.text:
-        return True
-    if type(owner) in _DICTS:
-        pairs = zip(entries, owner.items(), strict=True)
-        return all(before[0] == now[0] and _is_same(before[1], now[1]) for before, now in pairs)
-    return all(map(_is_same, entries, owner))
-
-
-def _restore(contents: Any) -> Any:
-    """Give an object its contents again, in place; returns the object."""
-    if not isinstance(contents, _Contents):
-        return contents
-    value, entries = contents.value, contents.entries
-    kind = type(value)
-    if kind in _ARRAYS:
-        if entries is not None:
-            _write(value, entries)
-    elif entries is None:
-        while len(value) > contents.size and kind in _LISTS | _DICTS:  # what was added last
-            value.popitem() if kind in _DICTS else value.pop()
-    else:
-        restored = [(key, _restore(each)) for key, each in entries] if kind in _DICTS else [*map(_restore, entries)]
-        if kind is not tuple:
-            value.clear()
-            (value.extend if kind in _LISTS else value.update)(restored if kind is not Counter else dict(restored))
-    return value
-
-
-def _write(value: Any, contents: Any) -> None:
-    """Set the elements of a tensor or array, and its shape."""
-    if type(value) is torch.Tensor:
-        with torch.no_grad():
-            if value.shape == contents.shape:
-                value.copy_(contents)
-            else:
-                value.data = contents.clone()
-    else:
-        value.resize(contents.shape, refcheck=False) if value.shape != contents.shape else None
-        value[...] = contents
-
-
-# For another process: types are named, so that it gets the same ones.
-
-
-def _encoded(value: Any) -> Any:
-    """A form of plain containers and tensors on the CPU, which keeps the types."""
-    kind = type(value)
-    if kind in _SCALARS or value is _OWN:
-        return value
-    if value is _ABSENT:
-        return _DELETED
-    if kind is torch.Tensor:
-        return "tensor", value.detach().cpu().clone()
-    if kind is np.ndarray:
-        return "array", torch.from_numpy(value.reshape(-1).copy()), value.shape
-    if kind in _DICTS:
-        factory = value.default_factory.__name__ if kind is defaultdict and value.default_factory else ""
-        return kind.__name__, [(_encoded(key), _encoded(each)) for key, each in value.items()], factory
-    return kind.__name__, [*map(_encoded, value)], value.maxlen if kind is deque else None
-
-
-def _decoded(form: Any) -> Any:
-    """Inverse of `_encoded`; a form that it does not make is left as it is."""
-    match form:
-        case ("tensor", torch.Tensor() as value):
-            return value
-        case ("array", torch.Tensor() as value, tuple(shape)):
-            return value.numpy().copy().reshape(shape)
-        case (str(name), list(entries), more) if name in _KINDS:
-            kind = _KINDS[name]
-            if name in _DICT_NAMES:
-                pairs: dict[Any, Any] = {_decoded(key): _decoded(each) for key, each in entries}
-                if name == "defaultdict":
-                    factory: Any = _FACTORIES.get(more)
-                    return defaultdict(factory, pairs)
-                return kind(pairs)
-            inner = map(_decoded, entries)
-            return deque(inner, more) if name == "deque" else kind(inner)
-        case _:
-            return form
-
-
-def _load(table: dict[str, Any], key: str, form: Any) -> None:
+def _load(table: _Table, key: str, form: Any, object_of: Callable[[str, str], Any]) -> None:
     """Give an attribute a value from another process: into the present object if it is of the same kind."""
-    if not _is_own(form):
-        table[key] = _filled(table.get(key), _decoded(form))
-    elif form == _DELETED:
+    if not is_own(form):
+        table[key] = filled(table.get(key), decoded(form, object_of))
+    elif form == DELETED:
         table.pop(key, None)
 
 
-def _is_own(form: Any) -> bool:
-    """Whether a form stands for no value: the attribute is gone, or made by each process."""
-    return isinstance(form, tuple) and len(form) == 1
+def _unreadable(state: Any) -> tuple[str, int]:
+    """Stands for a state that another process cannot read; tells whether it has changed, where that can be seen."""
+    try:
+        return _UNREADABLE, zlib.crc32(pickle.dumps(state))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return _UNREADABLE, 0
 
 
-def _filled(present: Any, value: Any) -> Any:
-    """The present object with the contents of `value`, or `value` itself if they are of different kinds."""
-    kind = type(value)
-    if kind is not type(present) or kind not in _MUTABLE:
-        return value
-    if kind in _ARRAYS:
-        is_plain = _is_plain_tensor(present) if kind is torch.Tensor else _is_plain_array(present)
-        if is_plain and (present.shape, present.dtype) == (value.shape, value.dtype) and not _needs_grad(present):
-            _write(present, value)
-            return present
-        return value.to(present.device) if kind is torch.Tensor else value
-    if kind is deque and present.maxlen != value.maxlen:
-        return value
-    if kind in _DICTS:
-        value = {key: _filled(present.get(key), each) for key, each in value.items()}
-    elif kind in _LISTS:
-        former = [*present, *[None] * len(value)]
-        value = [_filled(old, new) for old, new in zip(former, value, strict=False)]
-    present.clear()
-    (present.extend if kind in _LISTS else present.update)(value)
-    return present
+def _is_unreadable(form: Any) -> bool:
+    return isinstance(form, tuple) and form[:1] == (_UNREADABLE,)
 
 
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _no_object(name: str, cls: str) -> Any:
+    raise CheckpointMismatch(f"the state of one rank has an object {name!r} of {cls} where none can be")

@@ -188,6 +188,8 @@ class RecoveryEngine:
             snapshot_group: group of all ranks, used for snapshots only; None for no snapshots.
         """
         member = self.member
+        if loop.rank_local_states is not None:
+            loop.rank_local_states.is_exact = self.options.rank_local_state == "exact"
         job = RehearsedCall.create(member.rank, self._entry, training_index=self._training_index)
         if member.rank == 0 and not member.is_joining:
             outlives = snapshot_folder() is not None

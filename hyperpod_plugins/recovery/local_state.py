@@ -29,7 +29,6 @@ registered, such as a scheduler. Metrics begin empty, because they add up the st
 """
 
 import contextlib
-import copy
 import hashlib
 import logging
 import pickle
@@ -48,7 +47,8 @@ from hyperpod_plugins.errors import ConfigError, PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import BufferStates
-from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, pack, unpack
+from hyperpod_plugins.recovery.held_objects import forget_step
+from hyperpod_plugins.recovery.packing import are_same, copied_leaf, on_devices_of, pack, unpack
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,14 @@ class ReplicatedState(RankLocalState, Protocol):
         """Take over the state of a replica."""
         ...
 
+    def leave_out(self, value: object) -> None:
+        """Note that an object's state is kept by another one."""
+        ...
+
+    def check(self) -> None:
+        """Refuse what the last `state_dict` could not contain, if there is any: raise `ConfigError`."""
+        ...
+
 
 class ProgramState:
     """An object of the program with rank-local state."""
@@ -143,7 +151,8 @@ class ProgramState:
         """
         if state_dict and "state" not in leave:
             copied = tree_map(copied_leaf, state_dict["state"])
-            self.stateful.load_state_dict(_on_devices_of(self.stateful.state_dict(), copied))
+            forget_step(self.stateful)
+            self.stateful.load_state_dict(on_devices_of(self.stateful.state_dict(), copied))
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """The state as a whole, if it differs."""
@@ -157,24 +166,6 @@ class ProgramState:
 def is_metric(value: object) -> bool:
     """Whether an object is a metric of torchmetrics, which need not be installed."""
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)
-
-
-def copied_leaf(leaf: Any) -> Any:
-    """A copy of a leaf of a state that an object may change in place; of a tensor, on the CPU."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().cpu().clone()
-    return copy.copy(leaf) if isinstance(leaf, MUTABLE_LEAVES) else leaf
-
-
-def _on_devices_of(present: Any, value: Any) -> Any:
-    """A state with each tensor on the device of the one in its place in `present`; others as they are."""
-    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(present.device)
-    if type(present) is dict and type(value) is dict:
-        return {key: _on_devices_of(present.get(key), each) for key, each in value.items()}
-    if type(present) is list and type(value) is list:
-        return [_on_devices_of(old, new) for old, new in zip([*present, *[None] * len(value)], value, strict=False)]
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +185,8 @@ class LocalStates:
     """Returns the states from before the hooks that precede the present step; empty if none have been called."""
     has_taken: Callable[[bool], object] = staticmethod(lambda begins_epoch: None)
     """Called in a joiner that has got its predecessor's state; with whether the step is the first of an epoch."""
+    is_exact = True
+    """Whether a step is refused that changes what cannot be sent; if not, a warning names it."""
     taken = Taken()
     """How this rank, if it is a joiner, got its predecessor's state."""
 
@@ -285,6 +278,9 @@ class LocalStates:
             self._repeated.add(name)
         if isinstance(state, ReplicatedState):
             self._of_replica[name] = state
+        for each in self._of_replica.values():
+            for of_program in self._of_program.values():
+                each.leave_out(of_program.stateful)
 
     @property
     def objects(self) -> Mapping[str, RankLocalState]:
@@ -450,12 +446,16 @@ class LocalStates:
 
         Raises:
             PeerLost: one of them is lost; the groups are broken then.
+            ConfigError: the step has changed what cannot be sent.
         """
         self.begins_at, self._first, self._begins_in = -1, None, step if is_beginning else -1
         self._unshared = None
         if not self._is_active:
             return False
         present, is_first = self._present(), self._last is None
+        if self.is_exact and not is_beginning:
+            for each in self._of_replica.values():
+                each.check()
         if not (is_first or self._changes) and are_same(present, self._last):
             data, is_same = self._last_own, True
         else:  # comparing bytes is faster, but they may differ where the values do not

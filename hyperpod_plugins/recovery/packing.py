@@ -5,7 +5,9 @@ containers and tensors are pickled directly, and read by an unpickler that allow
 Globals" in the documentation of Python's `pickle`). `torch.save` writes a state that contains anything else.
 """
 
+import copy
 import io
+import marshal
 import math
 import pickle
 import reprlib
@@ -19,6 +21,8 @@ MUTABLE_LEAVES = set, bytearray, Counter
 """Types that `torch.load` reads without running code, that change in place, and that `tree_map` does not look into."""
 _ZIP = b"PK"
 """First bytes of a `torch.save` archive."""
+_LONG = 64
+"""Lists with more entries are first compared as a whole."""
 _INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPES = {str(dtype): dtype for dtype in (*_INTEGERS, torch.float16, torch.float32, torch.float64, torch.bfloat16)}
@@ -139,6 +143,24 @@ def is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def copied_leaf(leaf: Any) -> Any:
+    """A copy of a leaf of a state that an object may change in place; of a tensor, on the CPU."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().clone()
+    return copy.copy(leaf) if isinstance(leaf, MUTABLE_LEAVES) else leaf
+
+
+def on_devices_of(present: Any, value: Any) -> Any:
+    """A state with each tensor on the device of the one in its place in `present`; others as they are."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(present.device)
+    if type(present) is dict and type(value) is dict:
+        return {key: on_devices_of(present.get(key), each) for key, each in value.items()}
+    if type(present) is list and type(value) is list:
+        return [on_devices_of(old, new) for old, new in zip([*present, *[None] * len(value)], value, strict=False)]
+    return value
+
+
 def are_same(one: Any, other: Any) -> bool:
     """Whether plain containers and tensors are bitwise equal."""
     if one is other:
@@ -152,8 +174,18 @@ def are_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) > _LONG and _are_written_alike(one, other):
+            return True
         return len(one) == len(other) and all(map(are_same, one, other))
     return type(one) is type(other) and (one == other or (type(one) is float and one != one and other != other))
+
+
+def _are_written_alike(one: Any, other: Any) -> bool:
+    """Whether two long containers of numbers and strings are equal; False also where this is not known."""
+    try:
+        return marshal.dumps(one, 2) == marshal.dumps(other, 2)
+    except ValueError:
+        return False
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

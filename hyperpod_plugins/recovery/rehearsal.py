@@ -58,6 +58,7 @@ from hyperpod_plugins.recovery.state_digests import (
     entry_digests,
     first_kind,
     local_digests,
+    object_digests,
     state_digests,
     steady_digests,
     tensor_digests,
@@ -88,7 +89,7 @@ class StateReadBack:
         registered = {name: each.stateful for name, each in self._local.items() if isinstance(each, ProgramState)}
         self._objects = {**loop.own_objects(), **registered}
         self._attributes = {
-            name: PlainAttributes([(name, each)], ignored=_OF_LIGHTNING)
+            name: PlainAttributes([(name, each)], ignored=_OF_LIGHTNING, follows=False)
             for name, each in self._objects.items()
             if is_of_program(type(each)) and isinstance(getattr(each, "__dict__", None), dict)
         }
@@ -420,7 +421,8 @@ class Rehearsal:
         local = self._loop.rank_local_states
 
         def read() -> dict[str, int]:
-            return value_digests(self._loop.present_values()) | ({} if local is None else local_digests(local.state()))
+            present = value_digests(self._loop.present_values()) | object_digests(self._state.model)
+            return present if local is None else present | local_digests(local.state())
 
         return steady_digests(read)
 

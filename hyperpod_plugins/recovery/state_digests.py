@@ -23,7 +23,10 @@ from hyperpod_plugins.errors import RecoveryError, format_list
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
+from hyperpod_plugins.recovery.attribute_values import MAX_ENTRIES, encoded, num_entries
+from hyperpod_plugins.recovery.attributes import modules_of_program
 from hyperpod_plugins.recovery.buffer_states import unpacked_tensors
+from hyperpod_plugins.recovery.held_objects import INTERNAL, Held, Way, find_held, packages_of, values_of
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 
@@ -46,6 +49,8 @@ REASONS = {
     "averaged": "the average of a buffer was not restored, which this package should do; please report this",
     "attribute": "a Python attribute was not restored: it cannot be set, or another object changes its contents. Keep "
     "the value in a buffer, or register its object",
+    "object": "an object that an attribute holds was not restored: something outside of steps changes "
+    "it, or it holds what cannot be restored. Give it state_dict() and load_state_dict(), and register it",
     "metric": "the metric's states cannot be read: add_state must hold tensors, or lists of tensors",
     "registered": "the registered object's state differs: load_state_dict() must restore all that state_dict() returns",
     "optimizer": "the optimizer's state differs: check that its state_dict() contains everything that it keeps",
@@ -104,6 +109,7 @@ _ORDER = (
     "buffer",
     "averaged",
     "attribute",
+    "object",
     "metric",
     "registered",
     "optimizer",
@@ -222,6 +228,23 @@ def local_digests(states: Mapping[str, dict[str, Any]]) -> dict[str, int]:
         for key, value in _unpacked(state).items():
             found.update(entry_digests(f"{prefix}{key}", value))
     return found
+
+
+def object_digests(model: nn.Module) -> dict[str, int]:
+    """Digests of what the objects hold that attributes of a model's modules hold, whether they are restored or not."""
+    inside, modules = set(model.modules()), modules_of_program(model)
+    found, _ = find_held(
+        [Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=INTERNAL) for name, each in modules],
+        packages=packages_of(each for _, each in modules),
+        is_left_out=lambda value: isinstance(value, nn.Module) and value in inside,
+    )
+    names, digests = {id(each.value): ("object", name) for name, each in found.items()}, dict[str, int]()
+    for held in [*found.values()][len(modules) :]:
+        for key, value in values_of(held).items():
+            is_known = num_entries(value, names) <= MAX_ENTRIES
+            form = encoded(value, names) if is_known else type(value).__name__
+            digests[f"object {held.name}.{key}"] = value_digest(form)
+    return digests
 
 
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:

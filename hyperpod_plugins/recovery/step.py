@@ -26,7 +26,7 @@ from hyperpod_plugins.comm.device_queue import RECORDERS
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.store.entry_records import ended_entries
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
-from hyperpod_plugins.errors import DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.errors import ConfigError, DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.member import Member
@@ -348,6 +348,9 @@ class StepTransaction:
             may_differ = self._training_loop.share_rank_local_state(step + 1)
         except PeerLost:
             return False
+        except ConfigError as error:  # the same on all ranks, and in each attempt
+            self._member.give_up(str(error))
+            raise
         self._voted_step = step + 1
         mine = _WANTS_RESIZE * self._member.wants_resize | _DIFFERS * may_differ
         with group_health.tolerate_breaks():

@@ -253,7 +253,7 @@ class StepStart:
         is_quick = later.kept is None and self._piece is not None and not self._piece.is_changed
         changed = {} if is_quick and later._versions == self._versions else self._changed()
         self.written |= changed
-        return not changed
+        return not changed and self._can_put_back_attributes
 
     def close(self) -> None:
         """The step is committed."""
@@ -267,7 +267,11 @@ class StepStart:
     @property
     def is_within_reach(self) -> bool:
         """Whether `put_back` can restore everything."""
-        return not self._changed() and self.batches.is_within_reach
+        return not self._changed() and self.batches.is_within_reach and self._can_put_back_attributes
+
+    @property
+    def _can_put_back_attributes(self) -> bool:
+        return all(each.can_put_back(kept) for each, kept in self._attributes)
 
     def put_back(self) -> None:
         """Restore everything as of `begin`, except gradients of the optimizers' parameters."""

@@ -351,6 +351,7 @@ class Loop:
         """
         self._trained.get_position = lambda: self._position  # not before: perhaps an earlier loop has not ended yet
         self.guard.open()
+        self._trained.scalers.open()
         with ExitStack() as stack:
             stack.push(self._leave)
             yield from self._run(begins_at, resumed_from, at_end)
@@ -366,6 +367,7 @@ class Loop:
                 end_process(_LEFT_EARLY)
             error = None if self._step is None else self._step.error
         self._end_if_worker_was_lost(error)
+        self._trained.scalers.close()
         self.guard.close()
         if kind is None:
             self.transactions.leave()

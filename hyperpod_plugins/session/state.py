@@ -51,6 +51,7 @@ from hyperpod_plugins.recovery.undo import (
     end_iteration,
     modules_of,
 )
+from hyperpod_plugins.session.grad_scalers import ScalerWatch
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,8 @@ class TrainedState:
         self._body_start: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
         writes = is_manual or not all(map(is_elementwise, self.optimizers))
-        self.attributes = PlainAttributes(modules_of_program(model))
+        self.attributes = PlainAttributes(modules_of_program(model), model=model)
+        self.scalers = ScalerWatch(self._restores)
         others: list[HasState] = [*([] if rates is None else [rates]), *(self.schedulers if is_manual else [])]
         kept = OptimizerCopy(self.optimizers, others) if writes else None
         self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
@@ -396,11 +398,12 @@ class TrainedState:
         if not position.after_commit:
             if self._module_start is not None:
                 buffers, attributes = self._module_start
+                is_undone = self.attributes.can_put_back(attributes)
                 buffers.put_back()
                 self.attributes.put_back(attributes)
             if local is not None:
                 local.return_to_before()
-            return True
+            return is_undone
         if self._rest_follows == position.committed:
             can_undo = self._can_undo_rest
             is_undone = self._rest.is_within_reach if can_undo is None else can_undo
@@ -478,8 +481,12 @@ class TrainedState:
         if self.local is not None:
             self.local.undo()
 
+    def _restores(self, value: object) -> bool:
+        return self.attributes.follows(value) or any(each.stateful is value for each in self.rank_local.values())
+
     def share_rank_local_state(self, step: int) -> bool:
         """Send this rank's rank-local state to its buddy; return whether the source rank's may differ from it."""
+        self.scalers.check()
         return self.local is not None and self.local.exchange(step)
 
     def share_first_state(self, step: int) -> None:

@@ -362,6 +362,8 @@ class Transactions(PlainSteps):
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)
+            if not trained.attributes.is_marked:
+                trained.attributes.mark_own()
             if not trained.attributes.is_empty:
                 trained.local.register(ATTRIBUTES, trained.attributes)
         for name, state in trained.rank_local.items():

@@ -1,6 +1,7 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """What `test_attributes.py` runs: programs whose steps and hooks change Python attributes, and compute with them."""
 
+import copy
 import json
 import sys
 import warnings
@@ -27,12 +28,60 @@ from device import ACCELERATOR, devices
 torch.set_num_threads(1)
 
 
+class Meter:
+    def __init__(self):
+        self.n, self.mean = 0, 0.0
+
+    def update(self, value):
+        self.n += 1
+        self.mean += (value - self.mean) / self.n
+
+
+class Average:
+    """Averages of a linear layer's outputs, of more elements than are copied in each step."""
+
+    def __init__(self, layer):
+        self.parts, self.copy = {"outputs": torch.zeros(64, 32)}, copy.deepcopy(layer)
+
+    def update(self, outputs):
+        self.parts["outputs"] = self.parts["outputs"] * 0.9 + outputs.detach().mean()
+        with torch.no_grad():
+            self.copy.bias.lerp_(outputs.mean(0), 0.1)
+
+
+class Held:
+    """Objects of the program and of libraries, one of which is made anew now and then."""
+
+    def __init__(self, layer):
+        self.meters, self.average = {"all": Meter(), "recent": Meter()}, Average(layer)
+        self.generator = torch.Generator().manual_seed(5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.queue = torch.zeros(64, 32)
+
+    def update(self, outputs):
+        if self.meters["recent"].n == 3:
+            self.meters["recent"] = Meter()
+        for each in self.meters.values():
+            each.update(float(outputs.detach().mean()))
+        self.average.update(outputs)
+        self.queue[0].add_(outputs.detach().mean())
+        scale = float(self.scaler.scale(torch.ones(())))
+        self.scaler.update(scale * 1.1)
+        drawn = torch.rand((), generator=self.generator)
+        return drawn + scale / 99 + self.queue.mean() + sum(self.values()) / 9
+
+    def values(self):
+        means = [self.average.parts["outputs"].mean(), self.average.copy.bias.mean()]
+        return [each.n + each.mean for each in self.meters.values()] + [float(each.detach()) for each in means]
+
+
 class Scaled(nn.Module):
     """Counts its calls; its result depends on them, and on what it was given before."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.num_calls = nn.Linear(8, 8), 0
+        self.held = Held(self.layer)
         self.last, self.recent, self.largest = 0.0, deque(maxlen=3), torch.zeros(())
 
     def forward(self, x):
@@ -40,10 +89,11 @@ class Scaled(nn.Module):
             self.num_calls += 1
             self.recent.append(float(x.mean()))
             self.largest = torch.maximum(self.largest, x.detach().abs().max())
+            x = x + self.held.update(x) / 99
         return self.layer(x) * (1 + 0.1 * (self.num_calls % 7)) + sum(self.recent) + self.largest
 
     def values(self):
-        return [self.num_calls, *self.recent, float(self.largest)]
+        return [self.num_calls, *self.recent, float(self.largest), *self.held.values(), float(self.held.queue.sum())]
 
 
 class Module(pl.LightningModule):
