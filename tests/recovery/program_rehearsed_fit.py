@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import torch
+from faults import ACCELERATOR, devices
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -144,8 +145,8 @@ callbacks = [
 L.seed_everything(7)
 num_ranks = int(os.environ["WORLD_SIZE"])
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=num_ranks,
+    accelerator=ACCELERATOR,
+    devices=devices(num_ranks),
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
     max_steps=int(os.environ.get("MAX_STEPS", "9")),
     max_epochs=50,

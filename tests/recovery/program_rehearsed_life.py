@@ -7,6 +7,7 @@ import os
 
 import lightning.pytorch as L
 import torch
+from faults import ACCELERATOR, devices
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -54,8 +55,8 @@ def loader(num_batches):
 L.seed_everything(7)
 num_ranks = int(os.environ["WORLD_SIZE"])
 trainer = L.Trainer(
-    accelerator="cpu",
-    devices=num_ranks,
+    accelerator=ACCELERATOR,
+    devices=devices(num_ranks),
     strategy=HyperPodStrategy(hybrid_shard_degree=1),
     max_epochs=20,
     limit_test_batches=1.0,
