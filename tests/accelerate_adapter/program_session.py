@@ -67,6 +67,7 @@ def main():
                 loader = accelerator.prepare_data_loader(DataLoader(torch.arange(NUM_EVALUATED), batch_size=2))
                 ids = torch.cat([accelerator.gather_for_metrics(ids) for ids in loader])
                 faults.note(kind="evaluated", size=accelerator.num_processes, ids=ids.tolist())
+                faults.at("evaluated", step.index)
             time.sleep(0.03 if replicas else 0.0)
         if (faults.folder / "stop").exists() and step.index + 1 == int((faults.folder / "stop").read_text()):
             break

@@ -12,7 +12,7 @@ SCRIPT = "../accelerate_adapter/program_session.py"
 
 @pytest.mark.spawns
 def test_a_killed_rank_is_replaced_under_accelerate(tmp_path):
-    faults = [["forward", 2, 3, "kill"], ["backward", 5, 0, "kill"]]
+    faults = [["forward", 2, 3, "kill"], ["evaluated", 4, 1, "raise"], ["backward", 5, 0, "kill"]]
     calm = run_job(SCRIPT, tmp_path / "calm", args=PRELOAD)
     disturbed = run_job(SCRIPT, tmp_path / "disturbed", faults=faults, args=PRELOAD)
     assert calm.code == disturbed.code == 0, disturbed.output[-8000:]
