@@ -18,6 +18,7 @@ from parallel.expert_models import OwnExperts
 from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.env import JobEnv
+from hyperpod_plugins.memory import offload
 from hyperpod_plugins.parallel import clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
@@ -27,15 +28,33 @@ FLOAT8 = {  # options of the session
     "gathered": {"float8_recipe": "tensorwise", "float8_all_gather": True, "precision": "bf16-mixed"},
     "te": {"float8_recipe": "te-fp8", "te_scaling": {"amax_history_len": 256}, "precision": "bf16-mixed"},
 }[os.environ.get("FLOAT8", "")]
+TILES = {}  # and tensor parallelism, with which ranks have to agree about what they compute
+if "TILES" in os.environ:
+    offload.MIN_BYTES = 1  # the model is tiny
+    TILES = {
+        "tensor_parallel_degree": 2,
+        "tensor_plan": {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"},
+        "activation_offload": True,
+        "mlp_tiles": 2,
+    }
 NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if FLOAT8 else 8
 EXPERTS = "EXPERTS" in os.environ
 torch.set_num_threads(1)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.layers = nn.ModuleList([Block() if TILES else nn.Linear(WIDTH, WIDTH) for _ in range(3)])
         self.dropout = nn.Dropout(float(os.environ.get("DROPOUT", 0.0 if "REPLICAS" in os.environ else 0.25)))
         self.register_buffer("num_calls", torch.zeros(()))
         if "OWN" in os.environ:
@@ -91,16 +110,17 @@ def main():
             warmup_samples=int(os.environ.get("WARMUP", "0")),
         )
         batch = {"samples_per_replica": int(os.environ["PER_REPLICA"]), "lr_scaling": rule}
+    plan = {"tensor_plan": {"layers.0": "colwise", "layers.1": "rowwise"}} if "TENSOR_DEGREES" in os.environ else {}
     session = Session(
         hybrid_shard_degree=shards,
         **batch,
         **FLOAT8,
+        **(plan | TILES),
         expert_parallel_degree=2 if EXPERTS else 1,
         random_seed=5,
         elastic=elastic,
         shard_degrees=[int(each) for each in os.environ.get("SHARD_DEGREES", "").split()],
         tensor_degrees=[int(each) for each in os.environ.get("TENSOR_DEGREES", "").split()],
-        tensor_plan={"layers.0": "colwise", "layers.1": "rowwise"} if "TENSOR_DEGREES" in os.environ else "auto",
         recovery=RecoveryOptions(
             replacement_timeout_s=30.0,
             hang_timeout_s=3.0,

@@ -99,6 +99,29 @@ def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_
             assert torch.equal(found["state"][name], value), name
 
 
+def test_a_model_with_tiled_mlps_and_tensor_parallelism_grows_and_is_repaired(tmp_path):
+    """A replica joins, and a worker is killed after that; the replicas stay equal."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    nodes.environ |= {"TILES": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "1"}
+    nodes.args += PRELOAD
+    nodes.patience_s *= 2  # the first checkpoint function imports dynamo
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.kill_rank(1)
+        nodes.await_size(4)
+        nodes.finish()
+    finally:
+        nodes.clear()
+    results = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True) for rank in range(4)]
+    assert all(result["repairs"] and result["replicas"] == 2 for result in results)
+    for one, other in ((0, 2), (1, 3)):  # the same places in tensor parallelism
+        for name, value in results[one]["state"].items():
+            assert torch.equal(results[other]["state"][name], value), name
+
+
 def test_experts_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path_factory):
     """Two ranks share the experts: a replica joins, is lost for good, and another one joins."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
