@@ -289,10 +289,14 @@ def smallest_degrees(
     plan = None
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
         split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=1)
-        for shard_degree in _divisors(world_size // tensor_degree, world_size // tensor_degree):
+        most = world_size // tensor_degree
+        for shard_degree in _divisors(most, most):
             tried = replace(split, hybrid_shard_degree=shard_degree)
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
             try:
+                shards = _plan(module, tried, topology, training, _TrackedStep())
+                if shards.device > device_memory_gib * GIB and shard_degree < most:
+                    continue  # whatever a step needs besides
                 tracked = _track_step(module, tried, topology, training, step or _language_model_step)
             except ConfigError:
                 if tensor_degree == 1:
@@ -313,9 +317,9 @@ def smallest_degrees(
 class _TrackedStep:
     """Bytes of one rank in a step, besides its shards."""
 
-    gathered: float
-    activations: float
-    host_activations: float
+    gathered: float = 0.0
+    activations: float = 0.0
+    host_activations: float = 0.0
 
 
 def _plan(

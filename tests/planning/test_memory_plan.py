@@ -229,6 +229,10 @@ def test_the_smallest_degrees_that_fit():
     smaller = ParallelConfig.of(config, hybrid_shard_degree=plan.topology.shard_degree // 2)
     assert plan_memory(llama, smaller, shape, world_size=16).device > 72 * GIB
     assert plan.host_snapshots == COPIES * (plan.parameters + plan.optimizer)
+    small = smallest_degrees(sizes(), ParallelConfig(), SHAPE, world_size=6, device_memory_gib=0.05)
+    assert small.topology.shape == (2, 3, 1)
+    with pytest.raises(ConfigError, match="do not fit 6 devices"):  # 3 and 6 divide no heads, and are passed over
+        smallest_degrees(sizes(), ParallelConfig(), SHAPE, world_size=6, device_memory_gib=0.001)
     with pytest.raises(ConfigError, match=r"8,030,261,248 parameters with 8192 tokens do not fit 2 devices of 24 GiB"):
         smallest_degrees(llama, config, shape, world_size=2, ranks_per_node=1, device_memory_gib=24)
 
