@@ -105,8 +105,8 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
     if unbuilt and config.tensor_plan == "auto":
         raise NotBuiltYetError(
             f"the model's own tensor plan uses the styles {unbuilt}, which this release does not support (of mixtures "
-            f"of experts: only {', '.join(SPLIT_EXPERTS)}). Set tensor_parallel_degree=1, or pass a tensor_plan for the "
-            "modules to split."
+            f"of experts: only {', '.join(SPLIT_EXPERTS)}). Set tensor_parallel_degree=1, or pass a tensor_plan for "
+            "the modules to split."
         )
     if config.sequence_parallel and uses_known_blocks(plan):
         raise NotBuiltYetError(

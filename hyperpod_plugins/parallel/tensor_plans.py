@@ -10,12 +10,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from hyperpod_plugins.delayed_init.tape import full_name
 from hyperpod_plugins.errors import DegreeError, PlanError
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
-from hyperpod_plugins.parallel.tensor_styles import Block, DividedHeads, PackedColwise, TensorExperts, is_conv1d
+from hyperpod_plugins.parallel.tensor_styles import (
+    Block,
+    ClonedResult,
+    DividedHeads,
+    HeadEmbedding,
+    PackedColwise,
+    TensorExperts,
+    is_conv1d,
+)
 
 Styles = dict[str, "str | ParallelStyle"]
 SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -45,12 +53,13 @@ def output_embedding(model: Any, degree: int) -> str:
 
     It cannot if the degree does not divide the vocabulary, or if its bias is tied, as in BERT.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.out_features % degree:
         return ""
     names = [name for name, part in model.named_modules() if part is head]
-    holders = [name for name, each in model.named_parameters(remove_duplicate=False) if each is head.bias]
-    return names[0] if names and (head.bias is None or holders == [f"{names[0]}.bias"]) else ""
+    bias: Any = head.bias
+    holders = [name for name, each in model.named_parameters(remove_duplicate=False) if each is bias]
+    return names[0] if names and (bias is None or holders == [f"{names[0]}.bias"]) else ""
 
 
 def experts_style(model: Any, name: str) -> ParallelStyle | None:
@@ -80,6 +89,8 @@ def _check_layer(name: str, block: nn.Module, path: str, style: "str | ParallelS
                     f"{name} ({kind}) has {attribute}={number}, which tensor_parallel_degree={degree} does not divide. "
                     f"It can be one of {fits}."
                 )
+        return
+    if isinstance(style, ClonedResult):
         return
     if isinstance(style, PackedColwise):
         for block_of_features in style.blocks:
@@ -166,7 +177,7 @@ def _bert_attention(block: Any) -> Styles:
 def _t5_attention(block: Any) -> Styles:
     """The bias of positions is an embedding whose features are the heads; later layers get it from the first one."""
     columns: Styles = dict.fromkeys("qkv", "colwise")
-    bias: Styles = {"relative_attention_bias": ColwiseParallel()} if block.has_relative_attention_bias else {}
+    bias: Styles = {"relative_attention_bias": HeadEmbedding()} if block.has_relative_attention_bias else {}
     return {"": DividedHeads(("n_heads", "inner_dim")), **columns, **bias, "o": "rowwise"}
 
 
@@ -183,7 +194,7 @@ _BLOCKS: Mapping[str, Callable[[Any], Styles]] = {
     "bloom.BloomAttention": _bloom_attention,
     "bloom.BloomMLP": _bloom_mlp,
     "falcon.FalconAttention": _falcon_attention,
-    "falcon.FalconMLP": _pair("dense_h_to_4h", "dense_4h_to_h"),
+    "falcon.FalconMLP": lambda _: {"": ClonedResult(), "dense_h_to_4h": "colwise", "dense_4h_to_h": "rowwise"},
     "bert.BertAttention": _bert_attention,
     "bert.BertLayer": _pair("intermediate.dense", "output.dense"),
     "roberta.RobertaAttention": _bert_attention,

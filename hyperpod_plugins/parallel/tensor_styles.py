@@ -2,10 +2,10 @@
 
 [Note: packed projections] One layer may compute several things, whose features lie one after the other: query, key and
 value in GPT-2, or gate and up of an expert. A rank needs its share of each of them. Its parameter is a DTensor with a
-plain `Shard` placement, as that of any other layer, so that checkpoints, optimizers and FSDP2 see nothing unusual: rank
-0 stores the first rows, whatever they compute. Forward exchanges rows by one all-to-all, so that each rank computes with
-those that it needs, and backward sends their gradients back. That moves at most the layer's weight divided by the
-degree for each rank and direction, whatever the number of tokens.
+plain `Shard` placement, as that of any other layer, so that checkpoints, optimizers and FSDP2 see nothing unusual: the
+first rank stores the first rows, whatever they compute. Forward exchanges rows by one all-to-all, so that each rank
+computes with those that it needs, and backward sends their gradients back. Each rank sends about the part of the weight
+that it stores, whatever the number of tokens.
 """
 
 import inspect
@@ -191,6 +191,10 @@ class PackedColwise(ParallelStyle):
         return module
 
 
+class HeadEmbedding(ColwiseParallel):
+    """`ColwiseParallel` of an embedding whose features are the heads of an attention."""
+
+
 class TensorExperts(ParallelStyle):
     """Split the inner features of all experts of a layer of transformers, whose `gate_up_proj` is packed."""
 
@@ -224,7 +228,7 @@ def _read(features: Tensor, mesh: DeviceMesh) -> Tensor:
     """A replicated tensor as a local one, whose gradient is summed over the ranks."""
     if not isinstance(features, DTensor):
         features = DTensor.from_local(features, mesh, [Replicate()], run_check=False)
-    return cast("DTensor", features).to_local(grad_placements=[Partial()])
+    return features.to_local(grad_placements=[Partial()])
 
 
 # -- divided heads ----------------------------------------------------------------------------------------------------
@@ -258,6 +262,14 @@ class DividedHeads(ParallelStyle):
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+class ClonedResult(ParallelStyle):
+    """Clone what a module returns: autograd forbids the caller to add in place to what comes from a DTensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _module, _args, result: result.clone())
+        return module
+
+
 def _take_heads(
     signature: inspect.Signature,
     names: Sequence[str],
@@ -287,9 +299,56 @@ def _heads_of(given: Tensor, batch: int, num_heads: int, rank: int, degree: int)
     return given
 
 
+SPLITS_PARAMETERS = (PackedColwise, HeadEmbedding, TensorExperts)
+"""Styles of this file that split all parameters of a module."""
+
+
+def keep_one_rank(module: nn.Module, style: "str | ParallelStyle", degree: int) -> None:
+    """Change a module into that of one rank without a process group, to compute the size of its activations.
+
+    Parameters become plain ones with undefined values; `embedding_rowwise` and other objects change nothing.
+    """
+    features, part = features_dim(module), cast("Any", module)
+    match style:
+        case "colwise" | "colwise_gather_output":
+            _shrink(module, {"weight": features, "bias": 0}, degree)
+        case "rowwise":
+            _shrink(module, {"weight": 1 - features}, degree)
+        case HeadEmbedding():
+            _shrink(module, {"weight": 1}, degree)
+        case TensorExperts():
+            _shrink(module, {"gate_up_proj": 1, "down_proj": 2}, degree)
+        case DividedHeads():
+            style.divide(module, 0, degree)
+        case PackedColwise():
+            share = len(needed_features(style.blocks, 0, degree))
+            for name, dim in (("weight", features), ("bias", 0)):
+                _resize(module, name, dim, share)
+        case _:
+            return
+    if is_conv1d(module):
+        part.nx, part.nf = part.weight.shape
+
+
+def _shrink(module: nn.Module, dims: dict[str, int], degree: int) -> None:
+    for name, dim in dims.items():
+        parameter: Any = getattr(module, name)
+        if parameter is not None:
+            _resize(module, name, dim, parameter.shape[dim] // degree)
+
+
+def _resize(module: nn.Module, name: str, dim: int, size: int) -> None:
+    parameter: Any = getattr(module, name)
+    if parameter is not None:
+        shape = list(parameter.shape)
+        shape[dim] = size
+        values = torch.empty(shape, dtype=parameter.dtype)
+        module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+
 def _distribute(module: nn.Module, name: str, placement: Shard | Replicate, mesh: DeviceMesh) -> None:
     """Replace a parameter of a module by a DTensor, without communication."""
-    parameter = module._parameters.get(name)
+    parameter: Any = getattr(module, name)
     if parameter is None:
         return
     split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
