@@ -91,13 +91,13 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         return {}
     if config.tensor_plan != "auto":
         patterns = config.tensor_plan
-        plan = _match(model, patterns)
+        plan = match_modules(model, patterns)
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
     else:
         own = _hugging_face_patterns(model, config.tensor_parallel_degree)
-        plan = _match(model, own or LLAMA_LIKE_PLAN)
+        plan = match_modules(model, own or LLAMA_LIKE_PLAN)
         _plan_experts(model, plan)
         if not plan or not (own or _is_llama_like(plan)):
             raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))
@@ -160,7 +160,7 @@ def _plan_experts(model: nn.Module, plan: Plan) -> None:
                 plan[full_name(prefix, name)] = experts_style(module, name) or _SPLITS_EXPERTS
 
 
-def _match(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
+def match_modules(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
     """Return the style of each matched module; the first matching pattern wins, and `*` also matches across dots."""
     plan: Plan = {}
     for name, _ in model.named_modules():

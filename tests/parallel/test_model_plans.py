@@ -6,7 +6,7 @@ import torch.distributed as dist
 from device import DEVICE
 from torch import nn
 
-from hyperpod_plugins.parallel import ParallelConfig, loss_parallel_context
+from hyperpod_plugins.parallel import ParallelConfig, loss_parallel_context, propose_tensor_plan
 
 TOLERANCE = 5e-7
 BATCH, SEQUENCE, VOCABULARY = 3, 10, 48
@@ -59,6 +59,15 @@ MODELS = {
     "RoBERTa": ("RobertaForMaskedLM", SIZES | BERT_NO_DROPOUT),
     "BERT": ("BertForMaskedLM", SIZES | BERT_NO_DROPOUT),
     "BERT for pretraining": ("BertForPreTraining", SIZES | BERT_NO_DROPOUT),
+    "BERT with GPT-2": (
+        "EncoderDecoderModel",
+        {
+            "encoder": SIZES | BERT_NO_DROPOUT | {"model_type": "bert"},
+            "decoder": GPT | NO_DROPOUT | {"model_type": "gpt2", "add_cross_attention": True, "is_decoder": True},
+            "decoder_start_token_id": 0,
+            "pad_token_id": 1,
+        },
+    ),
     "T5": ("T5ForConditionalGeneration", T5),
     "T5, gated, untied": (
         "T5ForConditionalGeneration",
@@ -79,6 +88,10 @@ MODELS = {
     "T5, loss parallel": ("T5ForConditionalGeneration", T5, {"loss_parallel": True}),
     "GPT-NeoX, both parallel": ("GPTNeoXForCausalLM", SIZES, {"loss_parallel": True, "sequence_parallel": True}),
     "Mistral, sequence parallel": ("MistralForCausalLM", GROUPED, {"sequence_parallel": True}),
+    "OPT, proposed plan": (
+        "OPTForCausalLM",
+        SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    ),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 8}),
 }
 ONLY_FLOAT32 = ("GPT-2, odd vocabulary, eager", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")
@@ -87,6 +100,8 @@ ONLY_FLOAT32 = ("GPT-2, odd vocabulary, eager", "Mixtral", "Qwen2-MoE", "Qwen3-M
 
 def config_of(name):
     _, _, *options = MODELS[name]
+    if "proposed" in name:
+        options = [{"tensor_plan": propose_tensor_plan(make(name, torch.float32)).plan}]
     return ParallelConfig(tensor_parallel_degree=2, **(options[0] if options else {}))
 
 
