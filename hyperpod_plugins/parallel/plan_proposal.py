@@ -13,7 +13,9 @@ import inspect
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -289,7 +291,8 @@ def _patterns(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _by_pattern(reasons: dict[str, str]) -> dict[str, str]:
-    return {_pattern(name): why for name, why in reasons.items()}
+    number = Counter(map(_pattern, reasons))
+    return {_pattern(name) if number[_pattern(name)] > 1 else name: why for name, why in reasons.items()}
 
 
 # -- comparison -----------------------------------------------------------------------------------------------------
@@ -387,26 +390,26 @@ def _part_of(
 def _run_ranks(whole: nn.Module, plan: Mapping[str, str], inputs: _Inputs, degree: int) -> list[_Values] | str:
     """Run each rank in a thread; return what they computed, or why they could not."""
     meeting = _Meeting(degree)
-    values: list[_Values | None] = [None] * degree
-    problems: list[str] = []
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(model: nn.Module) -> _Values:
+        values: _Values | None = None
         try:
-            values[rank] = _run(model, inputs)
-        except threading.BrokenBarrierError:
-            problems.append("the ranks would wait for each other")
-        except Exception as error:  # noqa: BLE001 - the end of a thread
-            problems.insert(0, f"its code fails with a part of the features ({str(error).partition(chr(10))[0]})")
-            meeting.barrier.abort()
+            values = _run(model, inputs)
+        finally:
+            if values is None:
+                meeting.barrier.abort()
+        return values
 
     models = [_rank_of(whole, plan, meeting, rank, degree) for rank in range(degree)]
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(models)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = [each for each in values if each is not None]
-    return found if len(found) == degree else problems[0]
+    with ThreadPoolExecutor(degree) as threads:
+        running = [threads.submit(run, model) for model in models]
+    errors = [each.exception() for each in running if each.exception() is not None]
+    if not errors:
+        return [each.result() for each in running]
+    causes = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+    if not causes:
+        return "the ranks would wait for each other"
+    return f"its code fails with a part of the features ({str(causes[0]).partition(chr(10))[0]})"
 
 
 def _rank_of(whole: nn.Module, plan: Mapping[str, str], meeting: _Meeting, rank: int, degree: int) -> nn.Module:
