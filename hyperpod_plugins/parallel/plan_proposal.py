@@ -392,13 +392,14 @@ def _run_ranks(whole: nn.Module, plan: Mapping[str, str], inputs: _Inputs, degre
     meeting = _Meeting(degree)
 
     def run(model: nn.Module) -> _Values:
-        values: _Values | None = None
+        is_done = False
         try:
             values = _run(model, inputs)
+            is_done = True
+            return values
         finally:
-            if values is None:
+            if not is_done:
                 meeting.barrier.abort()
-        return values
 
     models = [_rank_of(whole, plan, meeting, rank, degree) for rank in range(degree)]
     with ThreadPoolExecutor(degree) as threads:

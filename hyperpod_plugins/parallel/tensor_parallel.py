@@ -37,6 +37,7 @@ from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, fo
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.tensor_plans import (
     SPLIT_EXPERTS,
+    complete_plan,
     experts_style,
     output_embedding,
     plan_of_known_blocks,
@@ -95,6 +96,7 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
+        complete_plan(model, plan)
     else:
         own = _hugging_face_patterns(model, config.tensor_parallel_degree)
         plan = match_modules(model, own or LLAMA_LIKE_PLAN)

@@ -48,6 +48,34 @@ def plan_of_known_blocks(model: nn.Module, degree: int) -> Styles:
     return plan
 
 
+def complete_plan(model: nn.Module, plan: Styles) -> None:
+    """Add to a user's plan, in place, what known blocks of which it splits all layers need besides.
+
+    Raises:
+        PlanError: it splits a packed projection as if it were none.
+    """
+    for name, block in model.named_modules():
+        styles_of = _BLOCKS.get(_class_name(block))
+        styles = (
+            {full_name(name, path) if path else name: style for path, style in styles_of(block).items()}
+            if styles_of
+            else {}
+        )
+        split = {
+            each for each, style in plan.items() if each in styles and isinstance(style, str) and style != "replicate"
+        }
+        for each in split:
+            if isinstance(styles[each], PackedColwise):
+                raise PlanError(
+                    f"tensor_plan splits {each} {plan[each]!r}, but {type(block).__name__} computes queries, keys and "
+                    "values with it, one after the other, and a rank would get the wrong ones. Leave tensor_plan out, "
+                    "or give it the style 'replicate' there, and to the layer that reads its result."
+                )
+        if split and split >= {each for each, style in styles.items() if isinstance(style, str)}:
+            for each, style in styles.items():
+                plan.setdefault(each, style)
+
+
 def output_embedding(model: Any, degree: int) -> str:
     """Return the name of a transformers model's output embedding if it can be split; empty if it cannot.
 

@@ -152,27 +152,25 @@ def whole(tensor):
 
 
 def step(model, config):
-    """The losses before and after a step of gradient descent, and all gradients."""
+    """The loss of a step, and all gradients."""
     batch = batch_for(model)
     batch = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in batch.items()}
     with loss_parallel_context(config):
         loss = model(**batch).loss
         loss.backward()
-        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        torch.optim.SGD(model.parameters(), lr=1e-2).step()
-        return [whole(loss), whole(model(**batch).loss)], gradients
+    return whole(loss), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def differences(found, wanted):
-    """The largest relative difference of losses, that of all gradients together, and the largest of one gradient.
+    """The relative difference of the loss, that of all gradients together, and the largest of one gradient.
 
     A gradient that is zero but for rounding, as that of a bias of keys, is compared with all of them.
     """
-    (losses, gradients), (losses_alone, gradients_alone) = found, wanted
+    (loss, gradients), (loss_alone, gradients_alone) = found, wanted
     for name in gradients.keys() ^ gradients_alone.keys():  # a layer whose result the loss does not depend on
         assert not torch.any((gradients | gradients_alone)[name]), name
     gradients_alone = {name: each for name, each in gradients_alone.items() if name in gradients}
-    of_loss = max(float((a - b).abs() / b.abs()) for a, b in zip(losses, losses_alone, strict=True))
+    of_loss = float((loss - loss_alone).abs() / loss_alone.abs())
     everything = torch.cat([each.flatten() for each in gradients_alone.values()]).norm()
     errors = {name: (gradients[name] - each).norm() for name, each in gradients_alone.items()}
     of_each = {
@@ -219,13 +217,14 @@ def compare(results, names):
             print(f"{name:32} {what}")
             if max(of_loss, of_all, of_one if dtype == torch.float64 else 0.0) > TOLERANCE:
                 failed[name] = what
-            if any(not torch.equal(a, b) for each in found[1:] for a, b in zip(found[0][0], each[0], strict=True)):
+            if any(not torch.equal(found[0][0], each[0]) for each in found):
                 failed[name] = "the ranks have different losses"
     return failed
 
 
 @pytest.mark.spawns
+@pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")  # of EncoderDecoderModel, to all callers
 def test_every_model_of_the_list_equals_one_process(run_ranks):
-    results = run_ranks(step_split, list(MODELS), world_size=2, timeout_s=240)
+    results = run_ranks(step_split, list(MODELS), world_size=2, timeout_s=420)
     failed = compare(results, MODELS)
     assert not failed, "\n".join(f"{name}: {problem}" for name, problem in failed.items())

@@ -9,6 +9,8 @@ from device import DEVICE
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -277,6 +279,19 @@ def test_a_replaced_layer_of_a_known_block_is_named():
     model.transformer.h[0].attn.c_attn = nn.Sequential(model.transformer.h[0].attn.c_attn)
     with pytest.raises(PlanError, match=r"splits transformer\.h\.0\.attn\.c_attn, but that is a .*Sequential"):
         plan_for(model, two_way())
+
+
+def test_a_packed_projection_is_not_split_as_if_it_were_none():
+    words = r"transformer\.h\.0\.attn\.c_attn 'colwise', but GPT2Attention computes queries, keys and values"
+    with pytest.raises(PlanError, match=words):
+        plan_for(gpt2(), two_way({"*.c_attn": "colwise", "*.attn.c_proj": "rowwise"}))
+    assert len(plan_for(gpt2(), two_way({"*.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}))) == 2
+
+
+def test_a_plan_of_the_user_gets_the_heads_that_the_attention_views():
+    model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=16))
+    plan = plan_for(model, two_way({"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"}))
+    assert type(plan["transformer.h.0.self_attention"]).__name__ == "DividedHeads"
 
 
 def test_a_split_stream_is_refused_where_the_plan_was_not_compared_with_it():
