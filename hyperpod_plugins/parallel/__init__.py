@@ -9,6 +9,7 @@ from hyperpod_plugins.parallel.clip_grad import clip_grad_norm_, clip_grad_value
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.expert_load import ExpertLoad
 from hyperpod_plugins.parallel.parallelize import broadcast_from_rank_0, loss_parallel_context, parallelize
+from hyperpod_plugins.parallel.plan_proposal import TensorPlanProposal, propose_tensor_plan
 from hyperpod_plugins.parallel.sequence_context import SequenceContext
 from hyperpod_plugins.parallel.topology import Coordinates, Topology, build_data_group, build_mesh
 
@@ -19,6 +20,7 @@ __all__ = [
     "ParallelConfig",
     "SaveHandle",
     "SequenceContext",
+    "TensorPlanProposal",
     "Topology",
     "broadcast_from_rank_0",
     "build_data_group",
@@ -30,4 +32,5 @@ __all__ = [
     "load_checkpoint",
     "loss_parallel_context",
     "parallelize",
+    "propose_tensor_plan",
 ]

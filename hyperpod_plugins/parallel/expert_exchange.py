@@ -59,11 +59,11 @@ class Routes:
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows in `order` to the ranks that hold their experts."""
-        return _exchange(rows, self.sent, self.received, self.group)
+        return exchange_rows(rows, self.sent, self.received, self.group)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Send rows back to the ranks that they came from, where they are in `order` again."""
-        return _exchange(rows, self.received, self.sent, self.group)
+        return exchange_rows(rows, self.received, self.sent, self.group)
 
 
 def check_inputs(layer: str, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> None:
@@ -172,7 +172,7 @@ class _Combine(torch.autograd.Function):
         return routes.send(gradient.flatten(0, 1)[routes.order]).div_(routes.degree), None
 
 
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send the first `sent[0]` rows to rank 0 and so on; return the rows received, in order of ranks.
 
     Rows travel as bytes, so that any type may.

@@ -35,6 +35,22 @@ from torch.distributed.tensor.parallel import (
 from hyperpod_plugins.delayed_init.tape import full_name
 from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.tensor_plans import (
+    SPLIT_EXPERTS,
+    complete_plan,
+    experts_style,
+    output_embedding,
+    plan_of_known_blocks,
+    uses_known_blocks,
+)
+from hyperpod_plugins.parallel.tensor_styles import (
+    ColwiseConv1D,
+    PackedColwise,
+    RowwiseConv1D,
+    in_features,
+    is_conv1d,
+    out_features,
+)
 
 STYLES: Mapping[str, str] = {
     "colwise": "split the output features; the result stays split",
@@ -55,38 +71,49 @@ LLAMA_LIKE_PLAN: Mapping[str, str] = {
 """Default plan, for modules named as in the Llama reference code or in transformers."""
 
 Plan = dict[str, "str | ParallelStyle"]
+_SPLITS_EXPERTS = "moe_tp_experts"
+"""Style of layers of experts in transformers' plans."""
 
 
 def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
     """Return the style of every module to split, by full name.
 
-    Uses the user's plan if there is one, else the plans of the Hugging Face models inside `model`, else
-    `LLAMA_LIKE_PLAN`.
+    Uses the user's plan if there is one, else those of the transformers models inside `model`: their own, or ours for
+    their blocks (`tensor_plans.py`); else `LLAMA_LIKE_PLAN`.
 
     Raises:
         PlanError: one of the user's patterns, or the whole plan, matches no module; `LLAMA_LIKE_PLAN` matches modules
             of a model that is not Llama-like; a style is unknown.
         DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
-        NotBuiltYetError: the model's own plan uses unsupported styles (experts).
+        NotBuiltYetError: the model's own plan uses unsupported styles (experts), or the plan does not support
+            `sequence_parallel`.
     """
     if config.tensor_parallel_degree == 1:
         return {}
     if config.tensor_plan != "auto":
         patterns = config.tensor_plan
-        plan = _match(model, patterns)
+        plan = match_modules(model, patterns)
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
+        complete_plan(model, plan)
     else:
-        own = _hugging_face_patterns(model)
-        plan = _match(model, own or LLAMA_LIKE_PLAN)
+        own = _hugging_face_patterns(model, config.tensor_parallel_degree)
+        plan = match_modules(model, own or LLAMA_LIKE_PLAN)
+        _plan_experts(model, plan)
         if not plan or not (own or _is_llama_like(plan)):
             raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))
     unbuilt = sorted({style for style in plan.values() if isinstance(style, str) and style not in STYLES})
     if unbuilt and config.tensor_plan == "auto":
         raise NotBuiltYetError(
-            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not support (mixtures of "
-            "experts come later). Set tensor_parallel_degree=1, or pass a tensor_plan for the modules to split."
+            f"the model's own tensor plan uses the styles {unbuilt}, which this release does not support (of mixtures "
+            f"of experts: only {', '.join(SPLIT_EXPERTS)}). Set tensor_parallel_degree=1, or pass a tensor_plan for "
+            "the modules to split."
+        )
+    if config.sequence_parallel and uses_known_blocks(plan):
+        raise NotBuiltYetError(
+            f"sequence_parallel=True is not supported with the tensor plan of {type(model).__name__}, which splits "
+            f"{format_list(map(repr, plan), at_most=4)}. Set sequence_parallel=False."
         )
     if unbuilt:
         raise PlanError(
@@ -105,21 +132,37 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _hugging_face_patterns(model: nn.Module) -> dict[str, str]:
+def _hugging_face_patterns(model: nn.Module, degree: int) -> Plan:
     """Return the plans of the transformers models inside, each pattern prefixed with its model's path."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:
-        return {}
-    patterns: dict[str, str] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, transformers.PreTrainedModel) and not any(p.startswith(f"{prefix}.") for p in patterns):
-            patterns |= {
-                full_name(prefix, pattern): style for pattern, style in (cast("Any", module).tp_plan or {}).items()
-            }
+    patterns: Plan = {}
+    for prefix, module in _hugging_face_models(model):
+        if any(p.startswith(full_name(prefix, "")) for p in patterns):
+            continue
+        own: Plan = dict(module.tp_plan or {})
+        if known := plan_of_known_blocks(module, degree):
+            head = output_embedding(module, degree)
+            own = known | {name: style for name, style in own.items() if style != "colwise_gather_output"}
+            own |= {head: "colwise_gather_output"} if head else {}
+        patterns |= {full_name(prefix, pattern): style for pattern, style in own.items()}
     return patterns
 
 
-def _match(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
+def _hugging_face_models(model: nn.Module) -> list[tuple[str, Any]]:
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, transformers.PreTrainedModel)]
+
+
+def _plan_experts(model: nn.Module, plan: Plan) -> None:
+    """Replace the style of transformers' plans for layers of experts by ours, where it is known to be exact."""
+    for prefix, module in _hugging_face_models(model):
+        for name, _ in module.named_modules():
+            if plan.get(full_name(prefix, name)) == _SPLITS_EXPERTS:
+                plan[full_name(prefix, name)] = experts_style(module, name) or _SPLITS_EXPERTS
+
+
+def match_modules(model: nn.Module, patterns: Mapping[str, Any]) -> Plan:
     """Return the style of each matched module; the first matching pattern wins, and `*` also matches across dots."""
     plan: Plan = {}
     for name, _ in model.named_modules():
@@ -174,14 +217,14 @@ def _check_sizes(model: nn.Module, plan: Plan, degree: int) -> None:
     for name, style in plan.items():
         module = model.get_submodule(name)
         size = {
-            "colwise": lambda m: m.out_features,
-            "colwise_gather_output": lambda m: m.out_features,
-            "rowwise": lambda m: m.in_features,
+            "colwise": out_features,
+            "colwise_gather_output": out_features,
+            "rowwise": in_features,
             "embedding_rowwise": lambda m: m.num_embeddings,
         }
         if isinstance(style, str) and style in size:
             wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
-            if not isinstance(module, wanted):
+            if not isinstance(module, wanted) and not (wanted is nn.Linear and is_conv1d(module)):
                 raise PlanError(
                     f"the style {style!r} needs an nn.{wanted.__name__}, but {name!r} is a {type(module).__name__}. "
                     "Correct the pattern in tensor_plan, or pass a ParallelStyle object for this module."
@@ -226,7 +269,9 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
     if not plan:
         return
     ties = tied_parameters(model)
-    styles = {name: _style(style, config) for name, style in plan.items() if style != "replicate"}
+    styles = {
+        name: _style(style, config, model.get_submodule(name)) for name, style in plan.items() if style != "replicate"
+    }
     if config.sequence_parallel:
         styles |= {name: SequenceParallel(use_local_output=False) for name in _norms_on_stream(model, plan)}
     for name in styles:  # hooks run in registration order, and this one must precede those that read the input
@@ -278,22 +323,23 @@ def _give_by_position(
     return (kwargs[first],), {name: kwargs[name] for name in others}
 
 
-def _style(style: "str | ParallelStyle", config: ParallelConfig) -> ParallelStyle:
+def _style(style: "str | ParallelStyle", config: ParallelConfig, module: nn.Module) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     split = config.sequence_parallel
     stream = Shard(_SEQUENCE_DIM) if split else Replicate()
+    colwise, rowwise = (ColwiseConv1D, RowwiseConv1D) if is_conv1d(module) else (ColwiseParallel, RowwiseParallel)
     match style:
         case "colwise":  # its input is already replicated: see [Note: shared input]
-            return ColwiseParallel()
+            return colwise()
         case "rowwise":
-            return RowwiseParallel(output_layouts=stream, use_local_output=not split)
+            return rowwise(output_layouts=stream, use_local_output=not split)
         case "embedding_rowwise":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=not split)
         case "colwise_gather_output" if config.loss_parallel:
-            return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+            return colwise(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
         case "colwise_gather_output":
-            return ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+            return colwise(input_layouts=stream, output_layouts=Replicate())
         case _:  # replicated_with_grad_allreduce: (batch, sequence, heads, head size), heads split
             return SequenceParallel(sequence_dim=2, use_local_output=True)
 
@@ -302,7 +348,7 @@ def _readers_of_one_tensor(plan: Plan) -> dict[str, list[str]]:
     """Group the column-parallel layers by the module that owns them and passes them its input."""
     readers: dict[str, list[str]] = {}
     for name, style in plan.items():
-        if style == "colwise":
+        if style == "colwise" or isinstance(style, PackedColwise):
             readers.setdefault(name.rpartition(".")[0], []).append(name)
     return readers
 

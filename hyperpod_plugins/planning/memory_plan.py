@@ -46,6 +46,7 @@ from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
+from hyperpod_plugins.parallel.tensor_styles import SPLITS_PARAMETERS, keep_one_rank
 from hyperpod_plugins.precision.float8 import convertible_linears
 from hyperpod_plugins.recovery.snapshot import COPIES
 
@@ -326,7 +327,11 @@ def _plan(
     model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape, tracked: _TrackedStep
 ) -> MemoryPlan:
     stored = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
-    split = {name for name, style in plan_for(model, config).items() if style in _SPLIT}
+    split = {
+        name
+        for name, style in plan_for(model, config).items()
+        if isinstance(style, SPLITS_PARAMETERS) or style in _SPLIT
+    }
 
     def count(names: Iterable[tuple[str, nn.Parameter]], *, trained_only: bool = False) -> float:
         """Parameters of one rank of a tensor group."""
@@ -569,7 +574,7 @@ def _gathered_in_float8(model: nn.Module, config: ParallelConfig) -> set[int]:
 
 
 def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> set[int]:
-    """Give linear layers that tensor parallelism splits the sizes that they have on one rank, so that activations do.
+    """Give layers that tensor parallelism splits the sizes that they have on one rank, so that activations do.
 
     Embeddings, and a head whose logits are gathered, stay whole.
 
@@ -580,21 +585,15 @@ def _split_as_one_rank(model: nn.Module, config: ParallelConfig) -> set[int]:
     if degree == 1:
         return set()
     whole = set[int]()
-    styles = {"colwise": 0, "rowwise": 1} | ({"colwise_gather_output": 0} if config.loss_parallel else {})
     for name, style in plan_for(model, config).items():
-        part: Any = model.get_submodule(name)
-        if not isinstance(style, str) or not isinstance(part, nn.Linear) or style not in styles:
-            if style in _SPLIT:
-                whole |= {id(each) for each in part.parameters(recurse=False)}
+        if style == "embedding_rowwise" or (style == "colwise_gather_output" and not config.loss_parallel):
+            whole |= {id(each) for each in model.get_submodule(name).parameters(recurse=False)}
             continue
-        shape, bias = list(part.weight.shape), part._parameters["bias"]
-        shape[styles[style]] //= degree
-        part.weight = nn.Parameter(torch.empty(shape, dtype=part.weight.dtype), part.weight.requires_grad)
-        if bias is not None and styles[style] == 0:
-            part.bias = nn.Parameter(torch.empty(shape[:1], dtype=bias.dtype), bias.requires_grad)
+        part: Any = model.get_submodule(name)
+        keep_one_rank(part, style, degree)
         if style == "colwise_gather_output":  # the loss of transformers takes the number of logits from here
             config_of_model: Any = getattr(model, "config", None)
-            config_of_model.vocab_size = shape[0]
+            config_of_model.vocab_size = part.weight.shape[0]
     return whole
 
 

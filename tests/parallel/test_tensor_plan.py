@@ -9,12 +9,18 @@ from device import DEVICE
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -22,6 +28,7 @@ from transformers import (
 from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.tensor_parallel import STYLES, plan_for, shard_tensors, tied_parameters
+from hyperpod_plugins.parallel.tensor_styles import Block, needed_features, row_routes
 
 SIZES = dict(
     vocab_size=32,
@@ -41,8 +48,9 @@ def llama(**changes):
     return LlamaForCausalLM(LlamaConfig(**(SIZES | changes)))
 
 
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0))
+def gpt2(**changes):
+    sizes = dict(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**(sizes | changes)))
 
 
 def two_way(plan="auto", **options):
@@ -114,6 +122,41 @@ def test_two_hugging_face_models_in_one_module_are_both_planned():
     assert plan["teacher.lm_head"] == plan["student.lm_head"] == "colwise_gather_output"
 
 
+def test_blocks_that_bring_no_plan_are_recognised_by_their_class():
+    plan = plan_for(gpt2(), two_way())
+    assert {name: style if isinstance(style, str) else type(style).__name__ for name, style in plan.items()} == {
+        "transformer.h.0.attn": "DividedHeads",
+        "transformer.h.0.attn.c_attn": "PackedColwise",
+        "transformer.h.0.attn.c_proj": "rowwise",
+        "transformer.h.0.mlp.c_fc": "colwise",
+        "transformer.h.0.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+        "transformer.wte": "embedding_rowwise",
+    }
+    odd = plan_for(gpt2(vocab_size=17), two_way())
+    assert set(plan) - set(odd) == {"lm_head", "transformer.wte"}
+
+
+@pytest.mark.parametrize(("rank", "needed"), [(0, [0, 1, 4, 5, 8]), (1, [2, 3, 6, 7, 8])])
+def test_a_rank_needs_its_share_of_each_block_and_all_of_a_shared_one(rank, needed):
+    blocks = (Block(4), Block(4), Block(1, is_shared=True))
+    assert needed_features(blocks, rank, 2) == needed
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_rows_arrive_where_they_are_needed(degree):
+    """All routes of a group, followed by hand: each rank has the rows that it needs, in order."""
+    blocks = (Block(12), Block(12, is_shared=True), Block(24))
+    routes = [row_routes(blocks, rank, degree) for rank in range(degree)]
+    for rank in range(degree):
+        arrived = []
+        for source, route in enumerate(routes):
+            assert len(route.sent_rows[rank]) == routes[rank].received[source]
+            arrived += [source * route.num_rows + row for row in route.sent_rows[rank]]
+        placed = dict(zip(routes[rank].order, arrived, strict=True))
+        assert [placed[place] for place in range(len(placed))] == needed_features(blocks, rank, degree)
+
+
 def test_a_degree_of_one_needs_no_plan():
     assert plan_for(nn.Linear(3, 3), ParallelConfig()) == {}
     assert plan_for(nn.Linear(3, 3), ParallelConfig(tensor_plan={"*.nothing": "colwise"})) == {}
@@ -132,10 +175,18 @@ def test_a_style_may_be_an_object():
 # -- refusing -------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixture_of_experts_is_not_built_yet():
-    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
-    with pytest.raises(NotBuiltYetError, match=r"moe_tp_experts.*mixtures of experts.*tensor_parallel_degree=1"):
+def test_experts_of_a_model_that_was_not_compared_are_not_built_yet():
+    model = OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1))
+    with pytest.raises(NotBuiltYetError, match=r"moe_tp_experts.*only mixtral.*tensor_parallel_degree=1"):
         plan_for(model, two_way())
+
+
+def test_experts_of_mixtral_are_split_by_their_inner_features(fake_mesh):
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    placements = split(model, "auto", fake_mesh)
+    assert placements["model.layers.1.mlp.experts.gate_up_proj"] == ("S(1)",)
+    assert placements["model.layers.1.mlp.experts.down_proj"] == ("S(2)",)
+    assert "model.layers.1.mlp.gate.weight" not in placements
 
 
 def test_a_mixture_of_experts_splits_by_a_plan_of_the_user():
@@ -152,12 +203,13 @@ def test_a_model_without_a_plan_is_told_patterns_and_module_names():
         assert word in message
 
 
-def test_gpt2_has_no_plan_and_is_not_split_by_its_head_alone():
+def test_opt_has_no_plan_and_is_not_split_by_its_head_alone():
     """Splitting the head and nothing else would look like tensor parallelism and save next to nothing."""
+    sizes = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, ffn_dim=8, vocab_size=16)
     with pytest.raises(PlanError) as caught:
-        plan_for(gpt2(), two_way())
+        plan_for(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=8)), two_way())
     message = str(caught.value)
-    for word in ("GPT2LMHeadModel", "transformer.wte", "tensor_plan=", "*.q_proj"):
+    for word in ("OPTForCausalLM", "model.decoder.embed_tokens", "tensor_plan=", "*.q_proj"):
         assert word in message
 
 
@@ -215,6 +267,36 @@ def test_a_style_for_a_module_of_another_type_names_both(pattern, style, words):
 def test_what_does_not_divide_is_named_with_what_would(changes, words):
     with pytest.raises(DegreeError, match=words):
         plan_for(llama(**changes), two_way())
+
+
+def test_heads_of_blocks_that_bring_no_plan_are_checked():
+    with pytest.raises(DegreeError, match=r"transformer.h.0.attn \(GPT2Attention\) has num_heads=3"):
+        plan_for(gpt2(n_head=3, n_embd=12), two_way())
+
+
+def test_a_replaced_layer_of_a_known_block_is_named():
+    model = gpt2()
+    model.transformer.h[0].attn.c_attn = nn.Sequential(model.transformer.h[0].attn.c_attn)
+    with pytest.raises(PlanError, match=r"splits transformer\.h\.0\.attn\.c_attn, but that is a .*Sequential"):
+        plan_for(model, two_way())
+
+
+def test_a_packed_projection_is_not_split_as_if_it_were_none():
+    words = r"transformer\.h\.0\.attn\.c_attn 'colwise', but GPT2Attention computes queries, keys and values"
+    with pytest.raises(PlanError, match=words):
+        plan_for(gpt2(), two_way({"*.c_attn": "colwise", "*.attn.c_proj": "rowwise"}))
+    assert len(plan_for(gpt2(), two_way({"*.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}))) == 2
+
+
+def test_a_plan_of_the_user_gets_the_heads_that_the_attention_views():
+    model = BloomForCausalLM(BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=16))
+    plan = plan_for(model, two_way({"*.query_key_value": "colwise", "*.self_attention.dense": "rowwise"}))
+    assert type(plan["transformer.h.0.self_attention"]).__name__ == "DividedHeads"
+
+
+def test_a_split_stream_is_refused_where_the_plan_was_not_compared_with_it():
+    with pytest.raises(NotBuiltYetError, match=r"sequence_parallel=True .*GPT2LMHeadModel"):
+        plan_for(gpt2(), two_way(sequence_parallel=True))
 
 
 def test_heads_are_checked_inside_a_wrapper():

@@ -196,6 +196,26 @@ def test_training_state_in_host_memory_counts_there():
     assert everything.device < states.device < whole.device
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=2048),
+        transformers.BloomConfig(n_layer=2, hidden_size=128, n_head=4, vocab_size=2048),
+        transformers.MixtralConfig(
+            num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=4, vocab_size=2048, experts_implementation="eager"),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_models_that_are_split_by_the_classes_of_their_blocks_are_planned(config):
+    whole, split = (
+        plan_memory(config, ParallelConfig(hybrid_shard_degree=1, tensor_parallel_degree=degree), SHAPE, world_size=2)
+        for degree in (1, 2)
+    )
+    assert 0.5 <= split.parameters / whole.parameters < 0.7
+    assert split.activations < 0.9 * whole.activations
+
+
 def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
     """The peak is in backward of the middle block, with whose parameters those of the first have been gathered."""
 

@@ -423,3 +423,61 @@ def test_a_group_of_the_scripts_own_serves_and_is_told_of():
     assert "nothing repairs it" in results[0][0][0]
     assert results[1][0] == []
     assert {str(each[1:]) for each in results} == {str(([[9.0] * 4] * 2, 8))}
+
+
+def gpt2_model():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    sizes = dict(vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+
+
+def gpt2_loss(model):
+    tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(6))
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def split_gpt2():
+    import hyperpod_plugins.smp
+    from hyperpod_plugins.delayed_init import delayed_init
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    hyperpod_plugins.smp.install()
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    warnings.simplefilter("ignore")
+    tsm.init({"tensor_parallel_degree": 2})
+    model = FSDP(tsm.transform(gpt2_model()), auto_wrap_policy=ModuleWrapPolicy({GPT2Block}))
+    stored = {tuple(map(str, each.placements)) for name, each in model.named_parameters() if "c_attn.weight" in name}
+    gpt2_loss(model).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        state = model.state_dict()
+    config = ParallelConfig(tensor_parallel_degree=2)
+    with delayed_init():
+        delayed = gpt2_model()
+    parallelize(delayed, build_mesh(config.topology(2), DEVICE), config)
+    whole = {name: each.full_tensor() for name, each in delayed.state_dict().items()}
+    return state, stored, float(gpt2_loss(model).detach()), whole
+
+
+@pytest.mark.spawns
+def test_a_packed_projection_is_split_and_saved_as_the_model_has_it():
+    """GPT-2: after a step, the whole state is that of one process; also built without memory, and then split."""
+    (state, stored, loss, delayed), (*_, other_loss, _) = run_ranks(split_gpt2, world_size=2)
+    assert all("S(1)" in placements for placements in stored)
+    alone = gpt2_model()
+    assert all(torch.equal(value, delayed[name]) for name, value in alone.state_dict().items())
+    gpt2_loss(alone).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert state.keys() == alone.state_dict().keys()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    wanted = float(gpt2_loss(alone).detach())
+    assert abs(loss - wanted) <= 5e-7 * wanted
+    assert loss == other_loss
