@@ -203,7 +203,7 @@ def test_training_state_in_host_memory_counts_there():
         transformers.BloomConfig(n_layer=2, hidden_size=128, n_head=4, vocab_size=2048),
         transformers.MixtralConfig(
             num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-            num_local_experts=4, vocab_size=2048, experts_implementation="eager"),
+            num_local_experts=4, vocab_size=2048, experts_implementation="batched_mm"),
     ],
     ids=lambda config: config.model_type,
 )  # fmt: skip
