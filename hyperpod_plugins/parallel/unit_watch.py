@@ -157,10 +157,15 @@ def clear_trace(model: nn.Module) -> None:
 
 
 def check_next_step(model: nn.Module) -> None:
-    """Compare the next step and the next evaluation while they run: after a reconfiguration, some ranks may be new."""
+    """Compare the next step and the next evaluation while they run: after a reconfiguration, some ranks may be new.
+
+    What ranks have gathered of other models, such as a teacher beside `model`, is forgotten, too: a new rank has not.
+    """
     for watch in _watches_of(model):
         watch.num_checked_steps = 1
-        watch.without_gradients.clear()
+    for watch in (each() for each in _watches):
+        if watch is not None:
+            watch.without_gradients.clear()
 
 
 def reshard_gathered(model: nn.Module) -> None:
