@@ -10,7 +10,8 @@ objects where the search begins. Other installed packages keep connections, thre
 those with `state_dict` and `load_state_dict` are followed, by these.
 
 [Note: handled elsewhere] Optimizers, schedulers, data sets, loaders and samplers are left out, and so is all that
-belongs to Lightning, Accelerate or Transformers: other parts of this package restore them, or refuse them.
+belongs to Lightning, Accelerate or Transformers: other parts of this package restore them, or refuse them. Threads are
+left out, because no process can continue another one's.
 """
 
 # A generator of NumPy and a `GradScaler` have no other way to be reset.
@@ -24,6 +25,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -45,7 +47,7 @@ MAX_OBJECTS = 4096
 STATE = "state_dict()"
 """Name under which the state of an object is kept, beside the attributes of others."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_ELSEWHERE = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler, type, types.ModuleType, enum.Enum)
+_ELSEWHERE = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler, type, types.ModuleType, enum.Enum, Thread)
 _ROOTS_ELSEWHERE = frozenset(
     {
         *("hyperpod_plugins", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
@@ -54,7 +56,7 @@ _ROOTS_ELSEWHERE = frozenset(
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _UNSET = object()
-INTERNAL = frozenset(vars(nn.Module()))
+INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Attributes that torch gives to each module."""
 
 
@@ -86,15 +88,25 @@ class Held:
         return key not in self.ignored if self.allowed is None else key in self.allowed
 
 
+def slots_of(cls: type) -> list[str]:
+    """Names of the attributes for which a class has slots; Python puts that of the class before private ones."""
+    slots: Any = vars(cls).get("__slots__", ())
+    each: list[str] = [slots] if isinstance(slots, str) else [*slots]
+    private, owner = (
+        {name for name in each if name.startswith("__") and not name.endswith("__")},
+        cls.__name__.lstrip("_"),
+    )
+    names = [f"_{owner}{name}" if owner and name in private else name for name in each]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
 class Slots(MutableMapping[str, Any]):
     """The attributes of an object with `__slots__`."""
 
     def __init__(self, value: object) -> None:
         """Look at the object's present attributes."""
         self._value = value
-        names: list[str | tuple[str, ...]] = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-        each = [name for slots in names for name in ((slots,) if isinstance(slots, str) else slots)]
-        self.names = [name for name in each if name not in ("__dict__", "__weakref__")]
+        self.names = [name for cls in type(value).__mro__ for name in slots_of(cls)]
         """Names of all slots, those without a value included."""
 
     @override
@@ -133,7 +145,7 @@ def way_of(value: object, packages: frozenset[str]) -> Way | None:
 @lru_cache(maxsize=4096)
 def _way_of(cls: type, packages: frozenset[str]) -> Way | None:
     if issubclass(cls, _GENERATORS):
-        return Way.GENERATOR
+        return None if issubclass(cls, random.SystemRandom) else Way.GENERATOR  # it has no state
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if issubclass(cls, _ELSEWHERE) or (roots & _ROOTS_ELSEWHERE and not issubclass(cls, nn.Module)):
         return None
