@@ -213,7 +213,7 @@ class Copying:
 def contents_of(value: Any, copying: Copying, depth: int = 0) -> Any:
     """The contents of a container, tensor or array; any other value as it is."""
     kind = type(value)
-    if isinstance(value, torch.Tensor) and copying.is_elsewhere(value):
+    if copying.is_elsewhere(value):
         return value
     if kind in _TENSORS:
         is_kept = _is_writable(value) and copying.is_copied(value, local_tensor(value).numel())
