@@ -86,6 +86,7 @@ class _Search:
                 self._seen.add(id(owner))
                 if isinstance(owner, Optimizer):
                     _replace_in_optimizer(owner, place, self._successor)
+                    self._seen |= {id(group["params"]) for group in owner.param_groups}
                 self.look_at(_entries(owner, place, is_in_model=id(owner) in self._tree))
 
     def look_at(self, entries: Iterable[_Entry]) -> None:
@@ -185,6 +186,7 @@ def _replace_in_optimizer(
     optimizer: Optimizer, place: str, successor: Callable[[torch.Tensor], GatheredParameter | None]
 ) -> None:
     for group in optimizer.param_groups:
+        group["params"] = [*group["params"]]  # the program's own list shows gathered parameters, too
         for index, parameter in enumerate(group["params"]):
             followed = successor(parameter)
             if followed is not None and parameter in optimizer.state:
