@@ -3,6 +3,9 @@
     in this process        `Contents`: what a container, tensor or array held, given to the same object again
     for another process    `encoded`: plain containers and tensors on the CPU that name the types, so that it gets them
 
+A thread of the program may change a container meanwhile: Python's loops go over a list of its entries, which is made at
+once.
+
 A form that stands for an object that is followed by itself (see `held_objects`) is only its name and its class.
 """
 
@@ -128,10 +131,10 @@ def num_entries(value: Any, names: Collection[int] = (), depth: int = 0) -> int:
         return too_many
     if len(value) > _QUICK_LENGTH and _holds_scalars(value):
         return min(len(value), MAX_ENTRIES - 1) + 1 if len(value) <= MAX_NUMBERS else too_many
-    if kind in _DICTS | {set} and any(isinstance(key, torch.Tensor) and id(key) not in names for key in value):
+    if kind in _DICTS | {set} and any(isinstance(key, torch.Tensor) and id(key) not in names for key in [*value]):
         return too_many  # another process would get a key by another tensor
     total = 1
-    for each in (*value, *value.values()) if kind in _DICTS else value:
+    for each in (*value, *value.values()) if kind in _DICTS else (*value,):
         total += num_entries(each, names, depth + 1)
         if total > MAX_ENTRIES:
             break
@@ -230,10 +233,10 @@ def contents_of(value: Any, copying: Copying, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         return Contents(value, len(value), None, ends=_ends_of(value))
     if kind in _DICTS:
-        entries: Any = [(key, contents_of(each, copying, depth + 1)) for key, each in value.items()]
+        entries: Any = [(key, contents_of(each, copying, depth + 1)) for key, each in [*value.items()]]
     else:
-        entries = [contents_of(each, copying, depth + 1) for each in value]
-    return Contents(value, len(value), entries, b"" if depth else text_of(value))
+        entries = [contents_of(each, copying, depth + 1) for each in [*value]]
+    return Contents(value, len(entries), entries, b"" if depth else text_of(value))
 
 
 def _version_of(value: torch.Tensor) -> int:
@@ -280,9 +283,12 @@ def is_same(contents: Any, value: Any = ABSENT) -> bool:
     if contents.text and text_of(owner) == contents.text:
         return True
     if type(owner) in _DICTS:
-        pairs = zip(entries, owner.items(), strict=True)
-        return all(_is_same_key(before[0], now[0]) and is_same(before[1], now[1]) for before, now in pairs)
-    return all(map(is_same, entries, owner))
+        present = [*owner.items()]
+        pairs = zip(entries, present, strict=False)
+        return len(entries) == len(present) and all(
+            _is_same_key(before[0], now[0]) and is_same(before[1], now[1]) for before, now in pairs
+        )
+    return all(map(is_same, entries, [*owner]))
 
 
 def _is(one: Any, other: Any) -> bool:
@@ -375,9 +381,9 @@ def encoded(value: Any, names: Mapping[int, tuple[Any, ...]]) -> Any:
     is_quick = len(value) > _QUICK_LENGTH and _holds_scalars(value)
     if kind in _DICTS:
         factory = value.default_factory.__name__ if kind is defaultdict and value.default_factory else ""
-        pairs = [*value.items()] if is_quick else [(encoded(k, names), encoded(v, names)) for k, v in value.items()]
+        pairs = [*value.items()] if is_quick else [(encoded(k, names), encoded(v, names)) for k, v in [*value.items()]]
         return kind.__name__, pairs, factory
-    entries = [*value] if is_quick else [encoded(each, names) for each in value]
+    entries = [*value] if is_quick else [encoded(each, names) for each in [*value]]
     return kind.__name__, entries, value.maxlen if kind is deque else None
 
 

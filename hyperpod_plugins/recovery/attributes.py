@@ -508,7 +508,7 @@ class PlainAttributes:
         """The places of all attributes that some objects have now."""
         for each in owners:
             for index, table in enumerate(each.tables):
-                for key in table:
+                for key in [*table]:
                     if (index or each.owns(key)) and not key.startswith(_OF_TORCH):
                         yield each.name, table, key
 

@@ -253,7 +253,7 @@ def find_held(
 def _entries_of(owner: Held) -> Iterator[tuple[str, Any]]:
     """Path and value of each object in the attributes of another, in an order that is the same in all processes."""
     for index, table in enumerate(owner.tables):
-        for key in sorted(key for key in table if index or owner.owns(key)):
+        for key in sorted(key for key in [*table] if index or owner.owns(key)):
             yield from _objects_in(f"{owner.name}.{key}", table.get(key), 0)
     if owner.way is Way.MODULE and isinstance(owner.value, nn.Module):
         for key, part in owner.value._modules.items():
@@ -267,7 +267,7 @@ def _objects_in(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if kind not in CONTAINERS:
         yield path, value
     elif len(value) <= MAX_ENTRIES and depth <= MAX_DEPTH and kind is not set:
-        pairs = cast("dict[Any, Any]", value).items() if isinstance(value, dict) else enumerate(value)
+        pairs = [*(cast("dict[Any, Any]", value).items() if isinstance(value, dict) else enumerate(value))]
         for index, (key, each) in enumerate(pairs):
             label = repr(key) if type(key) in SCALARS else f"#{index}"
             yield from _objects_in(f"{path}[{label}]", each, depth + 1)
@@ -283,7 +283,7 @@ def may_hold_objects(value: Any, depth: int = 0) -> bool:
     if len(value) > MAX_ENTRIES or depth > MAX_DEPTH:
         return False
     entries: Collection[Any] = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
-    return any(may_hold_objects(each, depth + 1) for each in entries)
+    return any(may_hold_objects(each, depth + 1) for each in [*entries])
 
 
 def holds_any(value: Any, names: Collection[int], depth: int = 0) -> bool:
@@ -293,7 +293,7 @@ def holds_any(value: Any, names: Collection[int], depth: int = 0) -> bool:
     if type(value) not in CONTAINERS or len(value) > MAX_ENTRIES or depth > MAX_DEPTH:
         return False
     entries: Collection[Any] = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
-    return any(holds_any(each, names, depth + 1) for each in entries)
+    return any(holds_any(each, names, depth + 1) for each in [*entries])
 
 
 def state_of(held: Held) -> Any:
@@ -323,7 +323,10 @@ def values_of(held: Held) -> dict[str, Any]:
     if not held.tables:
         return {STATE: state_of(held)}
     return {
-        key: each for index, table in enumerate(held.tables) for key, each in table.items() if index or held.owns(key)
+        key: each
+        for index, table in enumerate(held.tables)
+        for key, each in [*table.items()]
+        if index or held.owns(key)
     }
 
 

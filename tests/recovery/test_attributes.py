@@ -694,3 +694,34 @@ def test_parameters_of_the_model_that_attributes_refer_to_are_sent_by_name(caplo
     attributes.state_dict()
     with pytest.raises(ConfigError, match="names of module"):
         attributes.check()
+
+
+class Log:
+    """A thread of the program writes to it."""
+
+    def __init__(self):
+        self.lines, self.counts, self.is_open = deque(maxlen=500), {}, True
+
+    def write(self):
+        number = 0
+        while self.is_open:
+            number += 1
+            self.lines.append({"number": number})
+            self.counts[number % 50] = [number]
+            if number % 49 == 0:
+                self.counts.clear()
+
+
+def test_a_thread_may_write_to_what_attributes_hold():
+    model = nn.Linear(2, 2)
+    model.log = Log()
+    attributes = PlainAttributes([("module", model)], model=model)
+    thread = threading.Thread(target=model.log.write, daemon=True)
+    thread.start()
+    try:
+        for _ in range(100):
+            attributes.keep()
+            attributes.state_dict()
+    finally:
+        model.log.is_open = False
+        thread.join()
