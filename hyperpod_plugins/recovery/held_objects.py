@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
+from hyperpod_plugins.parallel.parameter_references import slots_of
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_DEPTH, MAX_ENTRIES, SCALARS, is_data
 from hyperpod_plugins.recovery.packing import copied_leaf, on_devices_of
 from hyperpod_plugins.recovery.program_collectives import is_library
@@ -86,18 +87,6 @@ class Held:
     def owns(self, key: str) -> bool:
         """Whether an entry of its first table belongs to it."""
         return key not in self.ignored if self.allowed is None else key in self.allowed
-
-
-def slots_of(cls: type) -> list[str]:
-    """Names of the attributes for which a class has slots; Python puts that of the class before private ones."""
-    slots: Any = vars(cls).get("__slots__", ())
-    each: list[str] = [slots] if isinstance(slots, str) else [*slots]
-    private, owner = (
-        {name for name in each if name.startswith("__") and not name.endswith("__")},
-        cls.__name__.lstrip("_"),
-    )
-    names = [f"_{owner}{name}" if owner and name in private else name for name in each]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 class Slots(MutableMapping[str, Any]):

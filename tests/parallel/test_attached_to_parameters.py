@@ -235,6 +235,15 @@ def attach(net, kind):
         net.some = {weight}
     elif kind == "key":
         net.rates = {weight: 0.1}
+    elif kind == "private slot":
+
+        class Hidden:
+            __slots__ = ("__weight",)
+
+            def __init__(self):
+                self.__weight = weight
+
+        net.hidden = Hidden()
     elif kind == "slot":
         net.slotted = make_dataclass("Slotted", ["weight"], slots=True)(weight)
     elif kind == "attribute of a parameter":
@@ -252,6 +261,7 @@ BEFORE = {
     "tuple": r"Net.pair\['both'\] \(a tuple\) of Net would keep a parameter.*list",
     "set": r"Net.some \(a set\) of Net would keep",
     "key": "a key of Net.rates of Net would keep",
+    "private slot": r"Net.hidden._Hidden__weight \(a slot\) of Net would keep",
     "slot": r"Net.slotted.weight \(a slot\) of Net would keep",
     "attribute of a parameter": "inner.weight.twin of Net would keep",
     "optimizer with state": "Net.optimizer, a SGD, has state already",
