@@ -180,6 +180,7 @@ def replace_stale_parameters(optimizers: Sequence[Optimizer], model: nn.Module, 
         kind = type(optimizer).__name__
         foreign: list[str] = []
         for group in optimizer.param_groups:
+            group["params"] = [*group["params"]]  # the program may keep the list: `follow_references` writes to it
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) in held:
                     continue

@@ -37,7 +37,7 @@ class GatherTrace:
         self._events.append(event)
         if self._num_checked:
             self._num_checked -= 1
-            if not is_same_event(event, self._device, self._group):
+            if not is_same_on_ranks(event, self._device, self._group):
                 return False
             if not self._num_checked:
                 del self._events[:]
@@ -64,7 +64,7 @@ class GatherTrace:
         return ranks, traces
 
 
-def is_same_event(event: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+def is_same_on_ranks(event: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Whether all ranks of a group call this with the same number; True if the groups are broken."""
     limits = torch.tensor([event, -event], device=device)
     dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=group)

@@ -86,6 +86,7 @@ class _Search:
                 self._seen.add(id(owner))
                 if isinstance(owner, Optimizer):
                     _replace_in_optimizer(owner, place, self._successor)
+                    self._seen |= {id(group["params"]) for group in owner.param_groups}
                 self.look_at(_entries(owner, place, is_in_model=id(owner) in self._tree))
 
     def look_at(self, entries: Iterable[_Entry]) -> None:
@@ -142,7 +143,7 @@ def _entries(owner: Any, place: str, *, is_in_model: bool) -> Iterator[_Entry]:
         for key, value in list(own.items()):
             if not (is_in_model and key in _OF_TREE):
                 yield own, key, value, f"{place}.{key}"
-        for key in (key for base in type(owner).__mro__ for key in _slots_of(base)):
+        for key in (key for base in type(owner).__mro__ for key in slots_of(base)):
             yield None, None, getattr(owner, key, None), f"{place}.{key} (a slot)"
 
 
@@ -171,10 +172,16 @@ def _entries_of_function(owner: Any, place: str) -> Iterator[_Entry]:
     yield from ((None, None, value, f"{place}: {name}") for name, value in parts.items())
 
 
-def _slots_of(base: type) -> tuple[str, ...]:
-    slots = vars(base).get("__slots__", ())
-    found = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(each for each in found if each not in ("__dict__", "__weakref__") and not each.startswith("__"))
+def slots_of(cls: type) -> list[str]:
+    """Names of the attributes for which a class has slots; Python puts that of the class before private ones."""
+    slots: Any = vars(cls).get("__slots__", ())
+    each: list[str] = [slots] if isinstance(slots, str) else [*slots]
+    private, owner = (
+        {name for name in each if name.startswith("__") and not name.endswith("__")},
+        cls.__name__.lstrip("_"),
+    )
+    names = [f"_{owner}{name}" if owner and name in private else name for name in each]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _is_of_program(owner: object) -> bool:
@@ -185,6 +192,7 @@ def _replace_in_optimizer(
     optimizer: Optimizer, place: str, successor: Callable[[torch.Tensor], GatheredParameter | None]
 ) -> None:
     for group in optimizer.param_groups:
+        group["params"] = [*group["params"]]  # the program's own list shows gathered parameters, too
         for index, parameter in enumerate(group["params"]):
             followed = successor(parameter)
             if followed is not None and parameter in optimizer.state:

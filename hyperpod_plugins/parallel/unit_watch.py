@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
-from hyperpod_plugins.parallel.gather_trace import DIGEST_BYTES, GatherTrace, both_ways, is_one_digest, is_same_event
+from hyperpod_plugins.parallel.gather_trace import DIGEST_BYTES, GatherTrace, both_ways, is_one_digest, is_same_on_ranks
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
@@ -157,10 +157,15 @@ def clear_trace(model: nn.Module) -> None:
 
 
 def check_next_step(model: nn.Module) -> None:
-    """Compare the next step and the next evaluation while they run: after a reconfiguration, some ranks may be new."""
+    """Compare the next step and the next evaluation while they run: after a reconfiguration, some ranks may be new.
+
+    What ranks have gathered of other models, such as a teacher beside `model`, is forgotten, too: a new rank has not.
+    """
     for watch in _watches_of(model):
         watch.num_checked_steps = 1
-        watch.without_gradients.clear()
+    for watch in (each() for each in _watches):
+        if watch is not None:
+            watch.without_gradients.clear()
 
 
 def reshard_gathered(model: nn.Module) -> None:
@@ -241,7 +246,7 @@ class UnitTrace:
         self.trace.append(event)
         if not self.num_checked_steps or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if not is_same_event(event, self._device):
+        if not is_same_on_ranks(event, self._device):
             self._refuse()
 
     def note_without_gradients(self, index: int, group: dist.ProcessGroup) -> None:

@@ -3,6 +3,9 @@
     in this process        `Contents`: what a container, tensor or array held, given to the same object again
     for another process    `encoded`: plain containers and tensors on the CPU that name the types, so that it gets them
 
+A thread of the program may change a container meanwhile: Python's loops go over a list of its entries, which is made at
+once.
+
 A form that stands for an object that is followed by itself (see `held_objects`) is only its name and its class.
 """
 
@@ -128,8 +131,10 @@ def num_entries(value: Any, names: Collection[int] = (), depth: int = 0) -> int:
         return too_many
     if len(value) > _QUICK_LENGTH and _holds_scalars(value):
         return min(len(value), MAX_ENTRIES - 1) + 1 if len(value) <= MAX_NUMBERS else too_many
+    if kind in _DICTS | {set} and any(isinstance(key, torch.Tensor) and id(key) not in names for key in [*value]):
+        return too_many  # another process would get a key by another tensor
     total = 1
-    for each in (*value, *value.values()) if kind in _DICTS else value:
+    for each in (*value, *value.values()) if kind in _DICTS else (*value,):
         total += num_entries(each, names, depth + 1)
         if total > MAX_ENTRIES:
             break
@@ -177,7 +182,9 @@ def _is_plain_array(value: np.ndarray[Any, Any]) -> bool:
 class Copying:
     """Which large tensors, arrays and lists are copied."""
 
-    def __init__(self, *, room: int = 0, copies_lists: bool = False) -> None:
+    def __init__(self, is_elsewhere: Callable[[object], bool], *, room: int = 0, copies_lists: bool = False) -> None:
+        self.is_elsewhere = is_elsewhere
+        """Whether a tensor is restored in another way."""
         self._written: set[int] = set()
         self._copies_lists = copies_lists
         self.room = room
@@ -209,6 +216,8 @@ class Copying:
 def contents_of(value: Any, copying: Copying, depth: int = 0) -> Any:
     """The contents of a container, tensor or array; any other value as it is."""
     kind = type(value)
+    if copying.is_elsewhere(value):
+        return value
     if kind in _TENSORS:
         is_kept = _is_writable(value) and copying.is_copied(value, local_tensor(value).numel())
         return Contents(value, _version_of(value), local_tensor(value).detach().clone() if is_kept else None)
@@ -224,10 +233,10 @@ def contents_of(value: Any, copying: Copying, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         return Contents(value, len(value), None, ends=_ends_of(value))
     if kind in _DICTS:
-        entries: Any = [(key, contents_of(each, copying, depth + 1)) for key, each in value.items()]
+        entries: Any = [(key, contents_of(each, copying, depth + 1)) for key, each in [*value.items()]]
     else:
-        entries = [contents_of(each, copying, depth + 1) for each in value]
-    return Contents(value, len(value), entries, b"" if depth else text_of(value))
+        entries = [contents_of(each, copying, depth + 1) for each in [*value]]
+    return Contents(value, len(entries), entries, b"" if depth else text_of(value))
 
 
 def _version_of(value: torch.Tensor) -> int:
@@ -274,13 +283,20 @@ def is_same(contents: Any, value: Any = ABSENT) -> bool:
     if contents.text and text_of(owner) == contents.text:
         return True
     if type(owner) in _DICTS:
-        pairs = zip(entries, owner.items(), strict=True)
-        return all(before[0] == now[0] and is_same(before[1], now[1]) for before, now in pairs)
-    return all(map(is_same, entries, owner))
+        present = [*owner.items()]
+        pairs = zip(entries, present, strict=False)
+        return len(entries) == len(present) and all(
+            _is_same_key(before[0], now[0]) and is_same(before[1], now[1]) for before, now in pairs
+        )
+    return all(map(is_same, entries, [*owner]))
 
 
 def _is(one: Any, other: Any) -> bool:
     return one is other
+
+
+def _is_same_key(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and one == other)  # tensors compare by element
 
 
 def can_restore(contents: Any) -> bool:
@@ -365,9 +381,9 @@ def encoded(value: Any, names: Mapping[int, tuple[Any, ...]]) -> Any:
     is_quick = len(value) > _QUICK_LENGTH and _holds_scalars(value)
     if kind in _DICTS:
         factory = value.default_factory.__name__ if kind is defaultdict and value.default_factory else ""
-        pairs = [*value.items()] if is_quick else [(encoded(k, names), encoded(v, names)) for k, v in value.items()]
+        pairs = [*value.items()] if is_quick else [(encoded(k, names), encoded(v, names)) for k, v in [*value.items()]]
         return kind.__name__, pairs, factory
-    entries = [*value] if is_quick else [encoded(each, names) for each in value]
+    entries = [*value] if is_quick else [encoded(each, names) for each in [*value]]
     return kind.__name__, entries, value.maxlen if kind is deque else None
 
 
@@ -410,18 +426,23 @@ def is_own(form: Any) -> bool:
     return isinstance(form, tuple) and len(cast("tuple[Any, ...]", form)) == 1
 
 
-def filled(present: Any, value: Any) -> Any:
-    """The present object with the contents of `value`, or `value` itself if they are of different kinds."""
+def filled(present: Any, value: Any, is_elsewhere: Callable[[object], bool]) -> Any:
+    """The present object with the contents of `value`, or `value` itself if they are of different kinds.
+
+    Tensors that are restored in another way are not written to.
+    """
     kind = type(present)
+    if is_elsewhere(present) or is_elsewhere(value):
+        return value
     if kind in ARRAYS or isinstance(value, Shard):
         return _filled_array(present, value)
     if kind is not type(value) or kind not in _MUTABLE or (kind is deque and present.maxlen != value.maxlen):
         return value
     if kind in _DICTS:
-        value = {key: filled(present.get(key), each) for key, each in value.items()}
+        value = {key: filled(present.get(key), each, is_elsewhere) for key, each in value.items()}
     elif kind in _LISTS:
         former = [*present, *[None] * len(value)]
-        value = [filled(old, new) for old, new in zip(former, value, strict=False)]
+        value = [filled(old, new, is_elsewhere) for old, new in zip(former, value, strict=False)]
     present.clear()
     (present.extend if kind in _LISTS else present.update)(value)
     return present

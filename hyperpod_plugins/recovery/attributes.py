@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, StateLost, format_list
+from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.recovery.attribute_values import (
     ABSENT,
     ARRAYS,
@@ -79,12 +80,27 @@ ATTRIBUTES = "attributes"
 _OF_TORCH = "__composable_api_state_key"
 """Prefix of the attributes in which `fully_shard` and its kind keep their own state of a module."""
 _TABLES = ("_parameters", "_buffers", "_modules")
+_PARAMETER = "parameter"
+"""Stands for the class of an object that is a parameter of the model."""
 _WHOLE = "__class__"
 """Key beside the attributes of an object all of whose attributes are there; its value is the object's class."""
 _UNREADABLE = "unreadable"
 _FIRST_COPIES = 32
 _FIRST_ELEMENTS = 2**22
 """In the first copies, so many elements of large tensors are copied that were not written to yet."""
+
+
+def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
+    """Each parameter of a model with its name, by `id`; of a sharded one, the shard and the gathered parameter."""
+    found = {id(each): (each, name) for name, each in model.named_parameters()}
+    for record in (
+        record for part in model.modules() for group in parameter_groups(part) for record in group.fsdp_params
+    ):
+        both = [each for key in ("_unsharded_param", "sharded_param") if (each := vars(record).get(key)) is not None]
+        name = next((found[id(each)][1] for each in both if id(each) in found), None)
+        if name is not None:
+            found |= {id(each): (each, name) for each in both}
+    return found
 
 
 def is_of_program(cls: type) -> bool:
@@ -184,7 +200,9 @@ class PlainAttributes:
         self._mutable: list[int] = []
         self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
-        self._copying = Copying()
+        self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
+        self._are_parameters_known = False
+        self._copying = Copying(self._is_parameter)
         self._num_kept = 0
         self._quick: list[int] = []
         self._quick_text = b""
@@ -206,7 +224,7 @@ class PlainAttributes:
         self._first_contents = {keys[index]: each for index, each in contents.items()}
         self._first_states = {each.name: self._state_form(each) for each in self._states}
         self._first_values, self._first_of = values, dict(contents)
-        copying = Copying(room=_FIRST_ELEMENTS, copies_lists=True)
+        copying = Copying(self._is_parameter, room=_FIRST_ELEMENTS, copies_lists=True)
         self._first_copies = {
             place: contents_of(each.value, copying) for place, each in self._first_contents.items() if each.is_partial
         }
@@ -311,7 +329,9 @@ class PlainAttributes:
         present objects, so that an object that is reached in two ways is still one object.
         """
         self._present()
-        loading = _Loading(self._held, self._first_held, state_dict, self._packages)
+        self._note_parameters()
+        parameters = {name: each for each, name in self._parameters.values()}
+        loading = _Loading(self._held, self._first_held, state_dict, self._packages, parameters)
         given: list[tuple[_Table, str, Any]] = []
         absent: list[tuple[Held, _Table, str, bool]] = []
         for name, held in loading.owners().items():
@@ -334,11 +354,13 @@ class PlainAttributes:
         for each in absent:
             self._reset(*each)
         for table, key, form in given:
-            _load(table, key, form, loading.object_of)
+            _load(table, key, form, loading.object_of, self._is_parameter)
         for each in absent:  # objects that are one here, and two in the other process, have been written to twice
             self._reset(*each)
         self._held = loading.all()  # with what was made
-        names = {id(held.value): ("object", name, _name_of(type(held.value))) for name, held in self._held.items()}
+        names = self._parameter_forms() | {
+            id(held.value): ("object", name, _name_of(type(held.value))) for name, held in self._held.items()
+        }
         for table, key, form in given:
             if key in table and not is_own(form) and not are_same(encoded(table[key], names), form):
                 table[key] = decoded(form, loading.object_of)
@@ -418,8 +440,22 @@ class PlainAttributes:
                 return True
         return id(value) in self._left_out
 
+    def _is_parameter(self, value: object) -> bool:
+        """Whether a value is a parameter of the model, sharded or gathered: these are restored in other ways."""
+        if id(value) not in self._parameters and not self._are_parameters_known and isinstance(value, nn.Parameter):
+            self._note_parameters()
+        return id(value) in self._parameters
+
+    def _note_parameters(self) -> None:
+        self._are_parameters_known = True
+        self._parameters = {} if self._model is None else parameters_by_id(self._model)
+
+    def _parameter_forms(self) -> dict[int, tuple[Any, ...]]:
+        return {key: ("object", name, _PARAMETER) for key, (_, name) in self._parameters.items()}
+
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""
+        self._note_parameters()
         is_left_out = self._is_left_out if self._follows else _is_any
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
         if are_too_many and "" not in self._warned:
@@ -472,12 +508,13 @@ class PlainAttributes:
         """The places of all attributes that some objects have now."""
         for each in owners:
             for index, table in enumerate(each.tables):
-                for key in table:
+                for key in [*table]:
                     if (index or each.owns(key)) and not key.startswith(_OF_TORCH):
                         yield each.name, table, key
 
     def _present(self) -> tuple[list[Any], dict[int, Contents]]:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
+        self._are_parameters_known = False
         while True:
             values = [table.get(key, ABSENT) for _, table, key in self._places]
             is_known = self._num_present(values) == self._num_found
@@ -504,7 +541,9 @@ class PlainAttributes:
         """Note the indices of containers, tensors and arrays."""
         self._seen = values
         kinds = CONTAINERS | ARRAYS
-        self._mutable = [index for index, value in enumerate(values) if type(value) in kinds]
+        self._mutable = [
+            index for index, value in enumerate(values) if type(value) in kinds and not self._is_parameter(value)
+        ]
         self._copied = {index: each for index, each in self._copied.items() if each.value is values[index]}
         if not self._copied.keys() >= set(self._quick):
             self._quick = []
@@ -567,7 +606,7 @@ class PlainAttributes:
     def _forms(self) -> dict[int, tuple[Any, ...]]:
         """Of each object that another process has, or can make: the form that stands for it, by `id`."""
         roots = self._owners.keys()
-        return {
+        return self._parameter_forms() | {
             id(each.value): ("object", name, _name_of(type(each.value)))
             for name, each in self._held.items()
             if name not in roots
@@ -661,7 +700,7 @@ class PlainAttributes:
         first = ABSENT if is_whole else self._first.get((held.name, key), ABSENT)
         place = held.name, key
         contents = None if is_whole else self._first_copies.get(place, self._first_contents.get(place))
-        known = {id(each.value) for each in (*self._held.values(), *self._first_held.values())}
+        known = {id(each.value) for each in (*self._held.values(), *self._first_held.values())} | {*self._parameters}
         if first is ABSENT:
             is_known = is_whole or key not in table or num_entries(table[key], known) <= MAX_ENTRIES
         else:
@@ -708,8 +747,10 @@ class _Loading:
         first: Mapping[str, Held],
         state_dict: Mapping[str, Any],
         packages: frozenset[str],
+        parameters: Mapping[str, nn.Parameter],
     ) -> None:
         self._present, self._first, self._state_dict, self._packages = present, first, state_dict, packages
+        self._parameters = parameters
         self._made: dict[str, Held] = {}
 
     def owners(self) -> dict[str, Held]:
@@ -735,6 +776,8 @@ class _Loading:
         Raises:
             CheckpointMismatch: there is none, and none can be made.
         """
+        if cls == _PARAMETER and name in self._parameters:
+            return self._parameters[name]
         values = self._state_dict.get(name)
         is_whole = isinstance(values, dict) and _WHOLE in values
         held = self._of_class(name, cls) if is_whole else self._first.get(name)
@@ -807,10 +850,16 @@ def _unsendable(values: dict[str, Any], names: Collection[int]) -> list[str]:
     return [key for key, value in values.items() if value is not ABSENT and num_entries(value, names) > MAX_ENTRIES]
 
 
-def _load(table: _Table, key: str, form: Any, object_of: Callable[[str, str], Any]) -> None:
+def _load(
+    table: _Table,
+    key: str,
+    form: Any,
+    object_of: Callable[[str, str], Any],
+    is_elsewhere: Callable[[object], bool],
+) -> None:
     """Give an attribute a value from another process: into the present object if it is of the same kind."""
     if not is_own(form):
-        table[key] = filled(table.get(key), decoded(form, object_of))
+        table[key] = filled(table.get(key), decoded(form, object_of), is_elsewhere)
     elif form == DELETED:
         table.pop(key, None)
 

@@ -10,7 +10,8 @@ objects where the search begins. Other installed packages keep connections, thre
 those with `state_dict` and `load_state_dict` are followed, by these.
 
 [Note: handled elsewhere] Optimizers, schedulers, data sets, loaders and samplers are left out, and so is all that
-belongs to Lightning, Accelerate or Transformers: other parts of this package restore them, or refuse them.
+belongs to Lightning, Accelerate or Transformers: other parts of this package restore them, or refuse them. Threads are
+left out, because no process can continue another one's.
 """
 
 # A generator of NumPy and a `GradScaler` have no other way to be reset.
@@ -24,6 +25,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -36,6 +38,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
+from hyperpod_plugins.parallel.parameter_references import slots_of
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_DEPTH, MAX_ENTRIES, SCALARS, is_data
 from hyperpod_plugins.recovery.packing import copied_leaf, on_devices_of
 from hyperpod_plugins.recovery.program_collectives import is_library
@@ -45,7 +48,7 @@ MAX_OBJECTS = 4096
 STATE = "state_dict()"
 """Name under which the state of an object is kept, beside the attributes of others."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_ELSEWHERE = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler, type, types.ModuleType, enum.Enum)
+_ELSEWHERE = (Optimizer, LRScheduler, Dataset, DataLoader, Sampler, type, types.ModuleType, enum.Enum, Thread)
 _ROOTS_ELSEWHERE = frozenset(
     {
         *("hyperpod_plugins", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
@@ -54,7 +57,7 @@ _ROOTS_ELSEWHERE = frozenset(
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _UNSET = object()
-INTERNAL = frozenset(vars(nn.Module()))
+INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Attributes that torch gives to each module."""
 
 
@@ -92,9 +95,7 @@ class Slots(MutableMapping[str, Any]):
     def __init__(self, value: object) -> None:
         """Look at the object's present attributes."""
         self._value = value
-        names: list[str | tuple[str, ...]] = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-        each = [name for slots in names for name in ((slots,) if isinstance(slots, str) else slots)]
-        self.names = [name for name in each if name not in ("__dict__", "__weakref__")]
+        self.names = [name for cls in type(value).__mro__ for name in slots_of(cls)]
         """Names of all slots, those without a value included."""
 
     @override
@@ -133,7 +134,7 @@ def way_of(value: object, packages: frozenset[str]) -> Way | None:
 @lru_cache(maxsize=4096)
 def _way_of(cls: type, packages: frozenset[str]) -> Way | None:
     if issubclass(cls, _GENERATORS):
-        return Way.GENERATOR
+        return None if issubclass(cls, random.SystemRandom) else Way.GENERATOR  # it has no state
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if issubclass(cls, _ELSEWHERE) or (roots & _ROOTS_ELSEWHERE and not issubclass(cls, nn.Module)):
         return None
@@ -241,7 +242,7 @@ def find_held(
 def _entries_of(owner: Held) -> Iterator[tuple[str, Any]]:
     """Path and value of each object in the attributes of another, in an order that is the same in all processes."""
     for index, table in enumerate(owner.tables):
-        for key in sorted(key for key in table if index or owner.owns(key)):
+        for key in sorted(key for key in [*table] if index or owner.owns(key)):
             yield from _objects_in(f"{owner.name}.{key}", table.get(key), 0)
     if owner.way is Way.MODULE and isinstance(owner.value, nn.Module):
         for key, part in owner.value._modules.items():
@@ -255,7 +256,7 @@ def _objects_in(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if kind not in CONTAINERS:
         yield path, value
     elif len(value) <= MAX_ENTRIES and depth <= MAX_DEPTH and kind is not set:
-        pairs = cast("dict[Any, Any]", value).items() if isinstance(value, dict) else enumerate(value)
+        pairs = [*(cast("dict[Any, Any]", value).items() if isinstance(value, dict) else enumerate(value))]
         for index, (key, each) in enumerate(pairs):
             label = repr(key) if type(key) in SCALARS else f"#{index}"
             yield from _objects_in(f"{path}[{label}]", each, depth + 1)
@@ -271,7 +272,7 @@ def may_hold_objects(value: Any, depth: int = 0) -> bool:
     if len(value) > MAX_ENTRIES or depth > MAX_DEPTH:
         return False
     entries: Collection[Any] = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
-    return any(may_hold_objects(each, depth + 1) for each in entries)
+    return any(may_hold_objects(each, depth + 1) for each in [*entries])
 
 
 def holds_any(value: Any, names: Collection[int], depth: int = 0) -> bool:
@@ -281,7 +282,7 @@ def holds_any(value: Any, names: Collection[int], depth: int = 0) -> bool:
     if type(value) not in CONTAINERS or len(value) > MAX_ENTRIES or depth > MAX_DEPTH:
         return False
     entries: Collection[Any] = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else value
-    return any(holds_any(each, names, depth + 1) for each in entries)
+    return any(holds_any(each, names, depth + 1) for each in [*entries])
 
 
 def state_of(held: Held) -> Any:
@@ -311,7 +312,10 @@ def values_of(held: Held) -> dict[str, Any]:
     if not held.tables:
         return {STATE: state_of(held)}
     return {
-        key: each for index, table in enumerate(held.tables) for key, each in table.items() if index or held.owns(key)
+        key: each
+        for index, table in enumerate(held.tables)
+        for key, each in [*table.items()]
+        if index or held.owns(key)
     }
 
 

@@ -119,7 +119,7 @@ def carried(_):
     train(alone, slice(None), lambda x: alone(x).square().mean() + alone_penalties())
     values = whole(alone)
     told["differences"] = {name: float((each - values[name]).abs().max()) for name, each in whole(net).items()}
-    return told | attributes() | hooks_of_shards() | second_derivatives()
+    return told | attributes() | hooks_of_shards() | second_derivatives() | kept_groups()
 
 
 def attributes():
@@ -180,6 +180,28 @@ def hooks_of_shards():
     return {"hooked": {name: float((each - values[name]).abs().max()) for name, each in whole(net).items()}}
 
 
+def kept_groups():
+    """The program keeps the groups of its optimizer, and computes without gradients before it steps."""
+    from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters
+
+    def grouped(net):
+        net.groups = [{"params": [net.head.weight, net.table.weight]}, {"params": list(net.block.parameters())}]
+        return net, torch.optim.SGD(net.groups, lr=0.1)
+
+    (alone, of_alone), (net, optimizer) = grouped(Net().to(DEVICE)), grouped(Net())
+    sharded(net, allow_empty_shards=True)
+    replace_stale_parameters([optimizer], net, num_ranks=2)
+    for each, own, share in ((net, optimizer, own_share()), (alone, of_alone, slice(None))):
+        for step in range(NUM_STEPS):
+            each(tokens_of(step)[share]).square().mean().backward()
+            with torch.no_grad():
+                each(tokens_of(step)[share])
+            own.step()
+            each.zero_grad()
+    values = whole(alone)
+    return {"grouped": {name: float((each - values[name]).abs().max()) for name, each in whole(net).items()}}
+
+
 @pytest.mark.spawns
 def test_attributes_and_references_follow_the_sharded_parameters(run_ranks):
     for told in run_ranks(carried, None, world_size=2):
@@ -187,6 +209,7 @@ def test_attributes_and_references_follow_the_sharded_parameters(run_ranks):
         assert told["list"]
         assert max(told["differences"].values()) < 1e-5, told["differences"]
         assert max(told["hooked"].values()) < 1e-5, told["hooked"]
+        assert max(told["grouped"].values()) < 1e-5, told["grouped"]
         assert max(told["penalized"].values()) < 1e-5, told["penalized"]
         for kind in ("sharded", "after module.to", "after load_state_dict"):
             assert told[kind] == ["head", "block"], kind
@@ -212,6 +235,15 @@ def attach(net, kind):
         net.some = {weight}
     elif kind == "key":
         net.rates = {weight: 0.1}
+    elif kind == "private slot":
+
+        class Hidden:
+            __slots__ = ("__weight",)
+
+            def __init__(self):
+                self.__weight = weight
+
+        net.hidden = Hidden()
     elif kind == "slot":
         net.slotted = make_dataclass("Slotted", ["weight"], slots=True)(weight)
     elif kind == "attribute of a parameter":
@@ -229,6 +261,7 @@ BEFORE = {
     "tuple": r"Net.pair\['both'\] \(a tuple\) of Net would keep a parameter.*list",
     "set": r"Net.some \(a set\) of Net would keep",
     "key": "a key of Net.rates of Net would keep",
+    "private slot": r"Net.hidden._Hidden__weight \(a slot\) of Net would keep",
     "slot": r"Net.slotted.weight \(a slot\) of Net would keep",
     "attribute of a parameter": "inner.weight.twin of Net would keep",
     "optimizer with state": "Net.optimizer, a SGD, has state already",

@@ -637,3 +637,91 @@ def test_a_scaler_that_is_registered_forgets_what_an_interrupted_step_has_done()
         put_back()
     with pytest.raises(RuntimeError, match="already been called"):
         scaled_step(holder)
+
+
+class Keys:
+    """What an object keeps of parameters, and of itself."""
+
+    __slots__ = ("__count", "steps", "wide")
+
+    def __init__(self, model):
+        self.__count, self.wide = 0, [each for each in model.parameters() if each.ndim > 1]
+        self.steps = dict.fromkeys(model.parameters(), 0)
+
+    def count(self):
+        self.__count += 1
+        return self.__count
+
+
+class KeepsParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.listed, self.names = list(self.parameters()), {each: name for name, each in self.named_parameters()}
+        self.first, self.random, self.thread = [self.layers[0].weight], random.SystemRandom(), threading.Thread()
+        self.keys = Keys(self)
+
+
+def test_parameters_of_the_model_that_attributes_refer_to_are_sent_by_name(caplog):
+    model, other = KeepsParameters(), KeepsParameters()
+    attributes, others = (PlainAttributes(modules_of_program(each), model=each) for each in (model, other))
+    kept = attributes.keep()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(1)
+    assert attributes.state_dict() == {}  # the parameters themselves are restored in other ways
+    model.keys.count()
+    model.keys.steps[model.layers[1].weight] = 5
+    model.first[0] = model.listed[2]
+    model.listed.reverse()
+    attributes.check()
+    before = [each.clone() for each in other.parameters()]
+    sent = attributes.state_dict()
+    others.load_state_dict(unpack(pack(sent)))
+    assert other.keys.count() == 2
+    assert other.keys.steps[other.layers[1].weight] == 5
+    assert other.first[0] is other.layers[1].weight
+    assert other.listed[0] is other.layers[2].bias
+    assert all(torch.equal(each, old) for each, old in zip(other.parameters(), before, strict=True))
+    values = [each.clone() for each in model.parameters()]
+    attributes.put_back(kept)
+    assert model.keys.count() == 1
+    assert model.keys.steps[model.layers[1].weight] == 0
+    assert model.first[0] is model.layers[0].weight
+    assert model.listed[0] is model.layers[0].weight
+    assert all(torch.equal(each, old) for each, old in zip(model.parameters(), values, strict=True))
+    model.names[nn.Parameter(torch.ones(1))] = "not of the model"
+    attributes.state_dict()
+    with pytest.raises(ConfigError, match="names of module"):
+        attributes.check()
+
+
+class Log:
+    """A thread of the program writes to it."""
+
+    def __init__(self):
+        self.lines, self.counts, self.is_open = deque(maxlen=500), {}, True
+
+    def write(self):
+        number = 0
+        while self.is_open:
+            number += 1
+            self.lines.append({"number": number})
+            self.counts[number % 50] = [number]
+            if number % 49 == 0:
+                self.counts.clear()
+
+
+def test_a_thread_may_write_to_what_attributes_hold():
+    model = nn.Linear(2, 2)
+    model.log = Log()
+    attributes = PlainAttributes([("module", model)], model=model)
+    thread = threading.Thread(target=model.log.write, daemon=True)
+    thread.start()
+    try:
+        for _ in range(100):
+            attributes.keep()
+            attributes.state_dict()
+    finally:
+        model.log.is_open = False
+        thread.join()
