@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 _NUM_COMPARED = 8
@@ -70,6 +71,8 @@ class GatheredParameter:
     __slots__ = (
         "_attributes",
         "_before",
+        "_is_converted",
+        "_is_split",
         "_last_flag",
         "_num_compared",
         "_of_fsdp",
@@ -87,6 +90,8 @@ class GatheredParameter:
         """Whether the program has written to it while it was gathered; up to date once `note_writes` was called."""
         self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
         self._version = self._num_compared = 0
+        self._is_split = self._is_converted = False
+        """Of the gathered parameter: whether it is a DTensor, and whether its values are not in the gathered memory."""
         self._before: torch.Tensor | None = None
         self._references: list[ParameterReference] = []
         self._attributes = vars(of_fsdp.sharded_param)
@@ -102,7 +107,7 @@ class GatheredParameter:
     def refer(self, reference: ParameterReference) -> None:
         """From now on, have a reference show what the module's attribute shows."""
         self._references.append(reference)
-        is_gathered = self._of_fsdp.sharded_state.name == "UNSHARDED"
+        is_gathered = self._of_fsdp.sharded_state is ShardedState.UNSHARDED
         reference.set(self._of_fsdp._unsharded_param if is_gathered else self.shard)
 
     def make_flags_equal(self) -> None:
@@ -116,16 +121,18 @@ class GatheredParameter:
     def note_writes(self) -> None:
         """Detect writes to the parameter since it was gathered; does nothing if it is not gathered."""
         of_fsdp = self._of_fsdp
-        if of_fsdp.sharded_state.name != "UNSHARDED":
+        if of_fsdp.sharded_state is not ShardedState.UNSHARDED:
             return
         whole, info = of_fsdp._unsharded_param, of_fsdp._module_info
-        version = whole._version + (whole._local_tensor._version if isinstance(whole, DTensor) else 0)
+        local = whole._local_tensor if self._is_split else whole
+        version = whole._version + local._version if self._is_split else whole._version
         if version != self._version or info.module._parameters.get(info.param_name) is not whole:
             self._version, self.is_written = version, True
-        elif (memory := self._memory()) is not None:
-            self.is_written |= memory.data_ptr() != of_fsdp.all_gather_outputs[0].data_ptr()
+        elif not self._is_converted:
+            if local.data_ptr() != of_fsdp.all_gather_outputs[0].data_ptr():
+                self.is_written = True
             if self._before is not None:
-                self.is_written |= bool(self._before != _sum_of_bits(memory))
+                self.is_written |= bool(self._before != _sum_of_bits(local))
                 self._before = None
 
     def _take_shard(self) -> None:
@@ -140,30 +147,37 @@ class GatheredParameter:
             _copy_attributes(self._attributes, present)
             self._attributes = present
 
-    def _memory(self) -> torch.Tensor | None:
-        """Return the tensor that shares its memory with what was gathered; None where that was converted."""
-        whole = self._of_fsdp._unsharded_param
-        local = whole._local_tensor if isinstance(whole, DTensor) else whole
-        is_converted = type(local) not in (torch.Tensor, nn.Parameter) or self._of_fsdp._unsharded_inner_tensors
-        return None if is_converted else local
-
     def _gather(self) -> None:
         self._to_unsharded()  # copies the flag
-        shard, whole = self.shard, self._of_fsdp._unsharded_param
+        shard, whole = self._of_fsdp.sharded_param, self._of_fsdp._unsharded_param
         self._last_flag = shard.requires_grad
-        self._keep_attributes()
+        if vars(shard) is not self._attributes:
+            self._keep_attributes()
         _copy_attributes(self._attributes, vars(whole))
         for reference in self._references:
             reference.set(whole)
-        if self._num_compared < _NUM_COMPARED and (memory := self._memory()) is not None:
-            self._num_compared += 1
-            self._before = _sum_of_bits(memory)
+        if self._num_compared < _NUM_COMPARED:
+            self._begin_comparison(whole)
+
+    def _begin_comparison(self, whole: torch.Tensor) -> None:
+        """Keep the bit sum, and note in which tensor the values are."""
+        self._is_split = isinstance(whole, DTensor)
+        local = whole._local_tensor if isinstance(whole, DTensor) else whole
+        of_torch = type(local) in (torch.Tensor, nn.Parameter)
+        self._is_converted = not of_torch or bool(self._of_fsdp._unsharded_inner_tensors)
+        self._num_compared += 1
+        if not self._is_converted:
+            self._before = _sum_of_bits(local)
 
     def _shard(self) -> None:
-        if self._of_fsdp.sharded_state.name == "UNSHARDED":
-            self.make_flags_equal()
+        of_fsdp = self._of_fsdp
+        if of_fsdp.sharded_state is ShardedState.UNSHARDED:
+            shard, whole = of_fsdp.sharded_param, of_fsdp._unsharded_param
+            if whole.requires_grad != shard.requires_grad:
+                self.make_flags_equal()
+            self._last_flag = shard.requires_grad
             self.note_writes()
-            _copy_attributes(vars(self._of_fsdp._unsharded_param), self._attributes)
+            _copy_attributes(vars(whole), self._attributes)
         self._to_sharded()
         for reference in self._references:
             reference.set(self.shard)
