@@ -248,6 +248,7 @@ class Transactions(PlainSteps):
             self._raised = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         self.has_left, self.must_await_others = engine.member.is_elastic, True
         program_end.watch()
+        atexit.unregister(self._await_others_at_exit)  # of an earlier loop: once is enough
         atexit.register(self._await_others_at_exit)
         engine.leave_early(committed, self._raised, num_bodies=num_bodies, leaves=self.has_left)
 
@@ -267,10 +268,17 @@ class Transactions(PlainSteps):
         self.must_await_others = False
 
     def _await_others_at_exit(self) -> None:
-        """Do not let the program succeed while the other ranks wait for this one in the loop."""
-        if not program_end.has_failed:
+        """Do not let the program succeed while the other ranks wait for this one in the loop.
+
+        Python ignores an exception of a function that is called at exit, and would end with code 0.
+        """
+        if program_end.has_failed:
+            return
+        try:
             with contextlib.suppress(DistError):  # the job has ended
                 self.await_others()
+        except (RuntimeError, ValueError, KeyError, OSError, KeyboardInterrupt, SystemExit) as error:
+            end_process(f"waiting for the other ranks to leave the loop failed ({type(error).__name__}: {error})")
 
     @override
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
