@@ -370,6 +370,9 @@ class WorkerExits:
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
         left = LeftLoop.of_process(job_store, worker_id, slot.incarnation)
+        is_attempt = (
+            left is not None and not is_of_peer(error) and (code > 0 or left.error != "")
+        )  # no kill after a break
         node.uses_recovery |= uses_recovery(job_store)
         world = world_or_none(job_store)
         others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
@@ -377,7 +380,7 @@ class WorkerExits:
             code=code,
             error=error,
             has_left_loop=left is not None,
-            num_attempts=0 if left is None or is_of_peer(error) else left.count_attempts(job_store),
+            num_attempts=left.count_attempts(job_store) if left is not None and is_attempt else 0,
             made_progress=left is not None and left.num_bodies > 0,
             is_armed=is_armed,
             has_begun=job_store.try_get(BEGUN_KEY) is not None,
