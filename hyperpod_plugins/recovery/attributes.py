@@ -88,6 +88,8 @@ _UNREADABLE = "unreadable"
 _FIRST_COPIES = 32
 _FIRST_ELEMENTS = 2**22
 """In the first copies, so many elements of large tensors are copied that were not written to yet."""
+_ELEMENTS = 2**15
+"""The same in all later copies."""
 
 
 def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
@@ -253,7 +255,7 @@ class PlainAttributes:
     def keep(self) -> KeptAttributes:
         """The present attributes, to be restored by `put_back`."""
         self._num_kept += 1
-        self._copying.room = _FIRST_ELEMENTS if self._num_kept <= _FIRST_COPIES else 0
+        self._copying.room = _FIRST_ELEMENTS if self._num_kept <= _FIRST_COPIES else _ELEMENTS
         if self._num_kept in (1, _FIRST_COPIES + 1):
             large = {index for index, each in self._first_of.items() if each.is_partial}
             # what has not been written to is copied from now on, or no more
