@@ -120,9 +120,9 @@ class Recipe:
     def takes_snapshots(self) -> bool:
         """Whether ranks keep snapshots, here or where the job has shrunk to the fewest nodes that it may have."""
         fewest = int(self.elastic_policy.get("min_nodes", self.trainer.num_nodes))
-        options = RecoveryOptions(**self.recovery)
+        options, devices = RecoveryOptions(**self.recovery), self.trainer.devices
         return any(
-            options.snapshots(self.config.topology(nodes * self.trainer.devices)).every_steps > 0
+            options.snapshots(self.config.topology(nodes * devices, ranks_per_node=devices)).every_steps > 0
             for nodes in (fewest, self.trainer.num_nodes)
         )
 

@@ -80,8 +80,6 @@ def parallelize(
         InitializationError: a parameter without a value cannot be initialized.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if watches_allocator and config.fsdp_cache_flush_warnings:
-        AllocatorWatch(torch.device(mesh.device_type)).attach(model)
     if is_sharded:
         match_float8(model, config)
         match_degrees(model, config)
@@ -90,6 +88,8 @@ def parallelize(
             "float8_recipe='te-fp8' cannot be combined with reproducible=True or AdaScale: its scales depend on how a "
             "batch is split among ranks. Use float8_recipe='tensorwise'."
         )
+    if watches_allocator and config.fsdp_cache_flush_warnings:
+        AllocatorWatch(torch.device(mesh.device_type)).attach(model)
     if is_sharded:
         apply_offload(model, config)
         return model  # already sharded, by the user or by an earlier call

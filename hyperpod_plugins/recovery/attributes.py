@@ -723,12 +723,15 @@ class PlainAttributes:
 
     def _warn_of(self, changed: Mapping[str, dict[str, Any]], bad: Mapping[str, list[str]]) -> None:
         """Note the attributes that another process cannot be given, and name them once."""
-        self._unsent = [
-            f"{key} of {owner} ({type(changed.get(owner, {}).get(key, self._held[owner].value)).__name__})"
+        found = {
+            f"{key} of {owner} ({type(value).__name__})": value
             for owner, keys in bad.items()
             for key in keys
-        ]
-        new = [text for text in self._unsent if text not in self._warned]
+            for value in (changed.get(owner, {}).get(key, self._held[owner].value),)
+        }
+        # an object that is not followed, such as a dataset, is what the program makes again in a replacement
+        self._unsent = [text for text, value in found.items() if type(value) in CONTAINERS | ARRAYS]
+        new = [text for text in found if text not in self._warned]
         self._warned |= {*new}
         if new and not (dist.is_initialized() and dist.get_rank()):
             _log.warning(

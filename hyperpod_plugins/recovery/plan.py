@@ -236,9 +236,10 @@ def plan_recovery(arrivals: Mapping[int, Arrival], topology: Topology) -> Recove
     are_equal = bool(lost) and _are_local_equal(arrivals, step)
     if are_equal:
         lost = []
-    if lost and newest_restorable_step(arrivals, topology) != NO_STATE:
+    needs_local = any(each.needs_rank_local_state for each in arrivals.values())
+    if lost and needs_local and newest_restorable_step(arrivals, topology) != NO_STATE:
         return _return_to_snapshot(arrivals, topology, step, lost[0], ends)
-    if lost and any(each.needs_rank_local_state for each in arrivals.values()):
+    if lost and needs_local:
         raise StateLost(
             f"no rank has what the ranks {lost} had alone after step {step} (buffers, metrics, means of the epoch): "
             f"their buddies {[buddies(topology)[rank] for rank in lost]} were lost with them, could not keep it, or "

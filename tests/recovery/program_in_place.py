@@ -97,11 +97,14 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(Samples(), batch_size=4)
 
 
-def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeout_s="60"):
+def main(folder, degrees, micro_steps, faults, resume_from="", replacement_timeout_s="60", snapshots="auto"):
     if float(replacement_timeout_s) < 60 and int(os.environ["HYPERPOD_INCARNATION"]):
         time.sleep(300)  # this joiner does not come in time
     recovery = CheckpointlessRecovery(
-        hang_timeout_s=4.0, verify=True, replacement_timeout_s=float(replacement_timeout_s)
+        hang_timeout_s=4.0,
+        verify=True,
+        replacement_timeout_s=float(replacement_timeout_s),
+        snapshot_every_steps=snapshots if snapshots == "auto" else int(snapshots),
     )
     trainer = pl.Trainer(
         strategy=HyperPodStrategy(**json.loads(degrees), trust_checkpoints=True),
