@@ -27,6 +27,10 @@ def log_once(cost_of_loss: str) -> None:
     log.warning("recovery: %s", cost_of_loss)
 
 
+_MEASURED = "auto", "unreplicated"
+"""Values of `snapshot_every_steps` with which the interval is measured."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryOptions:
     """How a job is repaired in place when a process is lost or a step fails."""
@@ -48,7 +52,7 @@ class RecoveryOptions:
     step_keyed_random: bool = True
     """Whether random numbers are a function of the step, so that a repeated step and a replacement draw the same
     numbers. Otherwise the job recovers, but not bit for bit if it uses, say, dropout."""
-    snapshot_every_steps: int | Literal["auto"] = "auto"
+    snapshot_every_steps: int | Literal["auto", "unreplicated"] = "auto"
     """Steps between two buddy snapshots; 0 for none.
 
     Snapshots are for shards without a remaining replica: all ranks return to the newest complete snapshot and run at
@@ -56,16 +60,17 @@ class RecoveryOptions:
     a snapshot. With `"auto"`, if all copies of a shard are on one node (each shard exists once, or all replicas share
     a node), snapshots are taken as often as they cost less than 0.5 % of the time, which is measured in the first
     steps and printed. If the copies of each shard are on several nodes, `"auto"` takes none: if all of them are lost
-    at once, all ranks return to the last checkpoint."""
+    at once, all ranks return to the last checkpoint. `"unreplicated"`, which `"auto"` means in a `Session`: the same,
+    but only while each shard exists once."""
     snapshot_memory_fraction: float = 0.5
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
     rank_local_state: Literal["exact", "replica"] = "exact"
     """What to do if no rank has the rank-local state of a lost rank (buffers that its steps wrote, metrics, means of
     the epoch), because its buddy was lost too or the state is larger than 1 MiB.
 
-    If there is a complete snapshot, all ranks return to it. Otherwise, `"exact"` restarts all processes from the last
-    checkpoint, and `"replica"` continues with the state of a replica of the shard, and reports it: the results then
-    differ from those of a run without faults."""
+    `"exact"`: all ranks return to a complete snapshot, or all processes restart from the last checkpoint. `"replica"`:
+    the job continues with the state of a replica of the shard, and reports it: the results then differ from those of
+    a run without faults."""
     rehearse: tuple[int, ...] = ()
     """Numbers of the steps to rehearse.
 
@@ -94,6 +99,15 @@ class RecoveryOptions:
             )
 
     @property
+    def of_session(self) -> "RecoveryOptions":
+        """The options with `"auto"` as in a `Session`.
+
+        A return to a snapshot runs the body of a step again, and what it computes from rank-local state before
+        `step.run` is then of after its own writes. With replicas a return is seldom needed.
+        """
+        return replace(self, snapshot_every_steps="unreplicated") if self.snapshot_every_steps == "auto" else self
+
+    @property
     def membership(self) -> MembershipPolicy:
         """How long to wait for replacements."""
         return MembershipPolicy(replacement_timeout_s=self.replacement_timeout_s)
@@ -110,8 +124,10 @@ class RecoveryOptions:
 
     def snapshots(self, topology: Topology) -> SnapshotPolicy:
         """How to take snapshots in a job with this topology."""
-        is_measured = self.snapshot_every_steps == "auto"
-        if topology.world_size == 1 or (is_measured and not topology.has_shard_on_one_node):
+        every = self.snapshot_every_steps
+        is_safe = not topology.has_shard_on_one_node or (every == "unreplicated" and topology.replicate_degree > 1)
+        is_measured = every in _MEASURED
+        if topology.world_size == 1 or (is_measured and is_safe):
             return SnapshotPolicy()
         needs_buddies = not is_measured or topology.replicate_degree == 1 or not topology.is_one_node
         return replace(self._snapshots, needs_buddies=needs_buddies)
@@ -170,8 +186,8 @@ class RecoveryOptions:
     def _snapshots(self) -> SnapshotPolicy:
         every = self.snapshot_every_steps
         return SnapshotPolicy(
-            every_steps=1 if every == "auto" else every,
-            is_measured=every == "auto",
+            every_steps=1 if every in _MEASURED else every,
+            is_measured=every in _MEASURED,
             memory_fraction=self.snapshot_memory_fraction,
-            is_required=every != "auto",
+            is_required=every not in _MEASURED,
         )

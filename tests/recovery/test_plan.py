@@ -81,14 +81,23 @@ def test_rank_local_state_comes_from_a_rank_that_has_run_the_hooks_of_the_step()
         pytest.param([arrived(5), NEW, NEW, arrived(5)], 5, False, id="nobody has anything alone, or the job grows"),
         pytest.param([keeping(4, 5), NEW, NEW, keeping(4, 5)], 5, False, id="its buddy was lost too, and no snapshots"),
         pytest.param(
-            [keeping(snapshots=(3,))] * 2 + [NEW, keeping(snapshots=(3,))], 3, True, id="too much, and a snapshot"
+            [keeping(snapshots=(3,), needs_local=True)] * 2 + [NEW, keeping(snapshots=(3,), needs_local=True)],
+            3,
+            True,
+            id="too much, and a snapshot",
+        ),
+        pytest.param(
+            [keeping(snapshots=(3,))] * 2 + [NEW, keeping(snapshots=(3,))],
+            5,
+            False,
+            id="a snapshot, but a replica's is enough",
         ),
         pytest.param(
             [
-                keeping(4, 5, snapshots=(3,)),
+                keeping(4, 5, snapshots=(3,), needs_local=True),
                 Arrival(incarnation=1, snapshots=(3,), source_snapshots=(3,)),
                 NEW,
-                keeping(4, 5, snapshots=(3,)),
+                keeping(4, 5, snapshots=(3,), needs_local=True),
             ],
             3,
             True,
