@@ -31,6 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, StateLost, format_list
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
@@ -85,6 +86,8 @@ _PARAMETER = "parameter"
 _WHOLE = "__class__"
 """Key beside the attributes of an object all of whose attributes are there; its value is the object's class."""
 _UNREADABLE = "unreadable"
+_ONLY_WARNED = Dataset, DataLoader, Sampler, Mapping
+"""Kinds of objects that may change although they cannot be sent."""
 _FIRST_COPIES = 32
 _FIRST_ELEMENTS = 2**22
 """In the first copies, so many elements of large tensors are copied that were not written to yet."""
@@ -729,8 +732,11 @@ class PlainAttributes:
             for key in keys
             for value in (changed.get(owner, {}).get(key, self._held[owner].value),)
         }
-        # an object that is not followed, such as a dataset, is what the program makes again in a replacement
-        self._unsent = [text for text, value in found.items() if type(value) in CONTAINERS | ARRAYS]
+        # Data are made again by the program in a replacement; a mapping of its own kind is the output of a model.
+        kinds = CONTAINERS | ARRAYS
+        self._unsent = [
+            text for text, value in found.items() if type(value) in kinds or not isinstance(value, _ONLY_WARNED)
+        ]
         new = [text for text in found if text not in self._warned]
         self._warned |= {*new}
         if new and not (dist.is_initialized() and dist.get_rank()):

@@ -511,6 +511,7 @@ def test_what_cannot_be_sent_is_refused_by_name_once_it_changes():
     with pytest.raises(ConfigError, match=r"function of module \(builtin_function_or_method\).*register_buffer"):
         attributes.check()
     owner.function = len
+    owner.objects = torch.utils.data.Subset([1, 2], [0])  # data, which a replacement makes again
     attributes.state_dict()
     attributes.check()
 
@@ -544,6 +545,7 @@ def test_a_state_dict_stands_for_attributes_that_cannot_be_sent():
 
 def test_a_large_tensor_that_is_first_written_late_cannot_be_undone_once_and_can_from_then_on():
     owner = Owner()
+    owner.large = torch.zeros(2**15 + 1)
     attributes = PlainAttributes([("module", owner)])
     for _ in range(40):
         kept = attributes.keep()
@@ -554,7 +556,7 @@ def test_a_large_tensor_that_is_first_written_late_cannot_be_undone_once_and_can
         owner.large += 1
         assert attributes.can_put_back(kept)
         attributes.put_back(kept)
-        assert owner.large.tolist() == [value] * (MAX_ENTRIES + 1)
+        assert owner.large.tolist() == [value] * (2**15 + 1)
         owner.large += 1
 
 
