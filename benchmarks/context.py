@@ -14,39 +14,14 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import harness, ranks, report
+from benchmarks.throughput import DEVICE, RandomTokens, largest_loss_difference, make_model, make_optimizer
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
 SEQUENCE = 512
-VOCABULARY = 512
 HEADS = 8
 LIMIT = 1.10  # what exchanged heads may take more than no context parallelism
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def make_model(key_value_heads: int, sequence: int) -> LlamaForCausalLM:
-    """A Llama of 3 million parameters, the same on every rank."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=HEADS,
-        num_key_value_heads=key_value_heads,
-        max_position_embeddings=sequence,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def tokens_of(step: int, sample: int, sequence: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * dist.get_world_size() + sample)
-    # Squaring makes low tokens more frequent: there is something to learn, so wrong gradients would show.
-    return (VOCABULARY * torch.rand(sequence, generator=generator).square()).long()
 
 
 def train(turns: Iterator[int], degree: int, key_value_heads: int, sequence: int) -> list[float]:
@@ -57,12 +32,12 @@ def train(turns: Iterator[int], degree: int, key_value_heads: int, sequence: int
     world_size = dist.get_world_size()
     config = ParallelConfig(hybrid_shard_degree=world_size, context_parallel_degree=degree)
     mesh = build_mesh(config.topology(world_size), DEVICE)
-    model = parallelize(make_model(key_value_heads, sequence).to(DEVICE), mesh, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    samples = range(world_size) if degree > 1 else [dist.get_rank()]
+    model = parallelize(make_model(sequence, HEADS, key_value_heads).to(DEVICE), mesh, config)
+    optimizer = make_optimizer(model)
+    samples = [RandomTokens(rank, sequence) for rank in (range(world_size) if degree > 1 else [dist.get_rank()])]
     losses = []
     for step, _ in enumerate(turns):
-        tokens = torch.stack([tokens_of(step, sample, sequence) for sample in samples]).to(DEVICE)
+        tokens = torch.stack([sample[step] for sample in samples]).to(DEVICE)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -82,12 +57,6 @@ def compare(name: str, key_value_heads: int, sequence: int, schedule: harness.Sc
     ]
     title = f"Llama, {sequence} tokens a rank, {HEADS} heads, {key_value_heads} of keys and values, {DEVICE}"
     return harness.compare(title, contenders, schedule)
-
-
-def largest_loss_difference(run: harness.Run, reference: harness.Run) -> float:
-    """Over all steps, relative to the reference's loss."""
-    pairs = zip(run.results[0], reference.results[0], strict=True)
-    return max(abs(mine - theirs) / theirs for mine, theirs in pairs)
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class RandomTokens(Dataset[torch.Tensor]):
     """Endless random tokens; sample i of rank r is the same for every contender."""
 
-    def __init__(self, global_rank: int) -> None:
-        self.global_rank = global_rank
+    def __init__(self, global_rank: int, sequence: int = SEQUENCE) -> None:
+        self.global_rank, self.sequence = global_rank, sequence
 
     def __len__(self) -> int:
         return 1_000_000_000
@@ -55,14 +55,14 @@ class RandomTokens(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index * dist.get_world_size() + self.global_rank)
         # Squaring makes low tokens more frequent: there is something to learn, so wrong gradients would show.
-        return (VOCABULARY * torch.rand(SEQUENCE, generator=generator).square()).long()
+        return (VOCABULARY * torch.rand(self.sequence, generator=generator).square()).long()
 
 
 def make_loader() -> DataLoader[torch.Tensor]:
     return DataLoader(RandomTokens(dist.get_rank()), batch_size=BATCH, shuffle=False)
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(sequence: int = SEQUENCE, heads: int = 4, key_value_heads: int = 4) -> LlamaForCausalLM:
     """A Llama of 3.5 million parameters, the same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -70,9 +70,9 @@ def make_model() -> LlamaForCausalLM:
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=SEQUENCE,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=sequence,
         tie_word_embeddings=False,
         use_cache=False,
     )

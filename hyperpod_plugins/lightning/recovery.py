@@ -60,7 +60,8 @@ class CheckpointlessRecovery(Callback):
             all copies of a shard are on one node (each shard exists once, or all replicas share a node), `"auto"`
             takes snapshots as often as they cost less than 0.5 % of the time; it measures the cost in the first steps
             and prints the interval. If the copies of each shard are on several nodes, `"auto"` takes none: when all
-            of them are lost at once, all ranks return to the last checkpoint.
+            of them are lost at once, all ranks return to the last checkpoint. `"unreplicated"`: like `"auto"`, but
+            only while each shard exists once.
         snapshot_memory_fraction: largest fraction of a node's memory for the snapshots of all its ranks.
         rank_local_state: what to do when the rank-local state of a lost rank (buffers written by its steps, metrics,
             means of the epoch) is lost, because its buddy was lost too or the state was larger than 1 MiB. If there
@@ -88,7 +89,7 @@ class CheckpointlessRecovery(Callback):
         max_attempts: int = 3,
         verify: bool = False,
         step_keyed_random: bool = True,
-        snapshot_every_steps: int | Literal["auto"] = "auto",
+        snapshot_every_steps: int | Literal["auto", "unreplicated"] = "auto",
         snapshot_memory_fraction: float = 0.5,
         rank_local_state: Literal["exact", "replica"] = "exact",
         rehearse: Sequence[int] = (),

@@ -151,8 +151,7 @@ class GatheredParameter:
         self._to_unsharded()  # copies the flag
         shard, whole = self._of_fsdp.sharded_param, self._of_fsdp._unsharded_param
         self._last_flag = shard.requires_grad
-        if vars(shard) is not self._attributes:
-            self._keep_attributes()
+        self._keep_attributes()
         _copy_attributes(self._attributes, vars(whole))
         for reference in self._references:
             reference.set(whole)
@@ -172,12 +171,9 @@ class GatheredParameter:
     def _shard(self) -> None:
         of_fsdp = self._of_fsdp
         if of_fsdp.sharded_state is ShardedState.UNSHARDED:
-            shard, whole = of_fsdp.sharded_param, of_fsdp._unsharded_param
-            if whole.requires_grad != shard.requires_grad:
-                self.make_flags_equal()
-            self._last_flag = shard.requires_grad
+            self.make_flags_equal()
             self.note_writes()
-            _copy_attributes(vars(whole), self._attributes)
+            _copy_attributes(vars(of_fsdp._unsharded_param), self._attributes)
         self._to_sharded()
         for reference in self._references:
             reference.set(self.shard)

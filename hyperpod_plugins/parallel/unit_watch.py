@@ -257,7 +257,9 @@ class UnitTrace:
         """
         if group_health.is_unavailable:
             return  # nothing is gathered, or this raises
-        trace = self.without_gradients.setdefault(group, GatherTrace(group, self._device))
+        trace = self.without_gradients.get(group)
+        if trace is None:
+            trace = self.without_gradients[group] = GatherTrace(group, self._device)
         if not trace.note(2 * index):
             raise UnitsDiffer(self._evaluation_message(trace))
 

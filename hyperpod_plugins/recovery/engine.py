@@ -57,7 +57,7 @@ from hyperpod_plugins.recovery.watchdog import Heartbeat
 log = logging.getLogger(__name__)
 _ENDING_S = 3.0
 """Longest wait for an agent to record that a process has ended, which has left its loop: it may have been left by an
-exception that nobody knows of yet."""
+exception that no record tells of yet."""
 
 
 def join_job(job: JobEnv, options: RecoveryOptions, *, worker_id: int, world_size: int, is_elastic: bool) -> Member:
@@ -392,13 +392,15 @@ class RecoveryEngine:
 
     def _have_all_left(self) -> bool:
         member = self.member
+        if member.job_store.try_get(self._left_key) is not None:
+            return True  # a rank has left after the last step, which all have committed
         return have_all_left(member.job_store, self._entry, member.generation, member.world.worker_ids)
 
     def _poll_s(self, waited_s: float) -> float:
         return poll_interval_s(self.member.rank, self.member.world.size, waited_s)
 
     def await_departures(self) -> FailureRecord | None:
-        """After `leave_early`, wait until all ranks have left the entry.
+        """After `leave_early`, wait until all ranks have left the entry, for at most `HangPolicy.outside_s`.
 
         Returns:
             A loss that they met in it; or that they wait there for this rank, so that they will not leave it.
@@ -408,8 +410,8 @@ class RecoveryEngine:
         began_s = time.monotonic()
         while not self._have_all_left():
             waited_s = time.monotonic() - began_s
-            failure = member.unrepaired_loss()
-            if failure is None and waited_s > member.hangs.floor_s and self._is_awaited():
+            failure, is_late = member.unrepaired_loss(), waited_s > member.hangs.outside_s
+            if failure is None and (is_late or (waited_s > member.hangs.floor_s and self._is_awaited())):
                 cause = f"the other ranks wait in the loop for rank {member.rank}, which has left it"
                 failure = FailureRecord(kind="hang", cause=cause, worker_id=member.worker_id, reporter=cause)
             if failure is not None:

@@ -44,7 +44,7 @@ class ScalerWatch:
         """Refuse scalers that the steps so far have used.
 
         Raises:
-            ConfigError: one is enabled, and nobody would give it to a replacement.
+            ConfigError: one is enabled, and a replacement would not get it.
         """
         used = [each for each in self._used.values() if each.is_enabled() and not self._is_known(each)]
         if used:

@@ -610,7 +610,7 @@ def test_a_rehearsal_sees_what_objects_hold_that_are_not_restored():
         before = after
 
 
-def test_a_scaler_that_nobody_would_give_to_a_replacement_is_refused_by_name():
+def test_a_scaler_that_a_replacement_would_not_get_is_refused_by_name():
     known, unknown = (torch.amp.GradScaler("cpu") for _ in range(2))
     off, watch = torch.amp.GradScaler("cpu", enabled=False), ScalerWatch(lambda value: value is known)
     scale = torch.amp.GradScaler.scale

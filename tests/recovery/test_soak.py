@@ -1,4 +1,4 @@
-"""A few kills of `soak.py`, at points in time that nobody has chosen: does the script still kill, and compare?"""
+"""A few kills of `soak.py`, at random points in time: does the script still kill, and compare?"""
 
 import subprocess
 import sys

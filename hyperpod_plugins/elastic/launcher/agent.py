@@ -370,9 +370,8 @@ class WorkerExits:
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
         left = LeftLoop.of_process(job_store, worker_id, slot.incarnation)
-        is_attempt = (
-            left is not None and not is_of_peer(error) and (code > 0 or left.error != "")
-        )  # no kill after a break
+        # A kill after `break` is no failed attempt at the loop.
+        is_attempt = left is not None and not is_of_peer(error) and (code > 0 or left.error != "")
         node.uses_recovery |= uses_recovery(job_store)
         world = world_or_none(job_store)
         others = set(range(node.round.world_size) if world is None else world.worker_ids) - {worker_id}
