@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
@@ -49,8 +50,10 @@ from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import CheckpointDamaged, ConfigError, RecoveryError
 from hyperpod_plugins.recovery import restart_all
+from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.entries import Entries, invisible_workers, load_entry_values, save_entry_values
 from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
+from hyperpod_plugins.recovery.watchdog import HangPolicy
 
 TRAINER = """
     kill:1:script:0 kill:2:first-validate:1 kill:0:first-setup-TrainerFn.FITTING:0 raise:2:first-sanity:0
@@ -245,6 +248,27 @@ def test_loops_that_were_left():
     assert not have_all_left(job_store, 1, 3, [0, 1])
     assert not have_all_left(job_store, 0, 2, [0, 1])
     assert departures(job_store, 1) == {1: second}
+
+
+def test_the_wait_for_ranks_that_are_still_in_a_loop_ends():
+    """By a rank that has run the loop to its end, or when it has lasted for as long as a wait outside of steps may."""
+    job_store = JobStore.from_store("job", HashStore())
+    engine = RecoveryEngine.__new__(RecoveryEngine)
+    engine._entry = 0
+    engine.member = SimpleNamespace(
+        rank=0,
+        worker_id=0,
+        generation=1,
+        world=SimpleNamespace(size=2, worker_ids=(0, 1)),
+        job_store=job_store,
+        hangs=HangPolicy(floor_s=0.1, outside_s=0.5),
+        unrepaired_loss=lambda: None,
+    )
+    failure = engine.await_departures()
+    assert failure is not None
+    assert (failure.kind, failure.worker_id) == ("hang", 0)
+    job_store.set("left/0", b"1")
+    assert engine.await_departures() is None
 
 
 def test_how_often_a_loop_may_fail():
