@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 from launched import Job
 
+from hyperpod_plugins.comm.runtime import group_health
 from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS
 
 # torch's store asks for the name of each client; an answer that does not come costs 5 s by default.
@@ -32,6 +33,15 @@ def clean_environ():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def no_recording():
+    """A member that a test left in its job would record the collectives of all later tests."""
+    yield
+    left = [name for name in ("on_set_up", "on_dropped") if getattr(group_health, name) is not None]
+    group_health.on_set_up = group_health.on_dropped = None
+    assert not left, f"the test left {left} behind: leave the job (Member.leave), or call runtime.reset()"
 
 
 @pytest.fixture

@@ -743,15 +743,18 @@ def data(page):
 PARALLELISM = "config = ParallelConfig(hybrid_shard_degree=2, tensor_parallel_degree=2)"
 
 
+PROPOSED_PLAN = "propose_tensor_plan(model"
 CONTEXTS = "uses_sequence_context = True"
 
 
-@fragments("docs/guides/parallelism.md", PARALLELISM, CONTEXTS, ranks=4)
+@fragments("docs/guides/parallelism.md", PARALLELISM, PROPOSED_PLAN, CONTEXTS, ranks=4)
 def parallelism(page):
     page.run(PARALLELISM, model=tiny_llama())
     (batch,) = loader_of_tokens(4, 4)
     page["model"](**batch).loss.backward()
     page["optimizer"].step()
+    page.run(PROPOSED_PLAN)
+    assert page["proposal"].plan == {"0": "colwise", "2": "rowwise"}
     page.run(CONTEXTS)
     config = page["ParallelConfig"](context_parallel_degree=2)
     model, tokens = page["Model"](), page["tokens"]

@@ -136,7 +136,7 @@ def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkey
     SavedCheckpoints(member.job_store).add(str(checkpoint), saved_step)
     left = {0: Arrival(incarnation=0, snapshots=(10,), source_snapshots=(10,))}
     late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", restarts_all=True)
-    snapshots = SimpleNamespace(find=lambda owner, step: (owner, step))
+    snapshots = SimpleNamespace(find=lambda owner, step: (owner, step), is_intact=lambda step: True)
     shutdown = JobShutdown(member, subject_that_saves(str(rescued)))
     nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)
     topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
