@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError, PeerLost, StateLost
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
@@ -92,7 +93,7 @@ def make_recovery(monkeypatch):
     monkeypatch.setattr(Member, "start", lambda member: None)
     monkeypatch.setattr(restart_all, "_FINAL_SAVE_S", 0.0)
     yield lambda: TrainerRecovery(CheckpointlessRecovery(), None, job, worker_id=0, world_size=1)
-    group_health.reset()
+    runtime.reset()
 
 
 def save_config(strategy, value):
