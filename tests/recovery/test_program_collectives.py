@@ -12,6 +12,7 @@ import torch
 from recovery.test_in_place import PRELOAD
 
 from hyperpod_plugins.comm import WORLD, GroupKey
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery import program_collectives
@@ -32,7 +33,8 @@ def restart_all(lost):
 def collectives(monkeypatch):
     monkeypatch.setattr(program_collectives, "program_frames", lambda: "setup (train.py:20) < <module> (train.py:90)")
     job_store = JobStore(torch.distributed.HashStore())
-    return lambda worker_id=0, world=0: ProgramCollectives(job_store, worker_id, lambda: world, restart_all)
+    yield lambda worker_id=0, world=0: ProgramCollectives(job_store, worker_id, lambda: world, restart_all)
+    runtime.reset()
 
 
 def record(collectives, *results, kind="all_reduce", key=WORLD):
