@@ -50,6 +50,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     decoded,
     encoded,
     filled,
+    is_change_seen,
     is_own,
     is_same,
     num_entries,
@@ -181,8 +182,7 @@ class PlainAttributes:
         self._states: list[Held] = []
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
-        self._tables: list[_Table] = []
-        self._places: list[_Place] = []
+        self._tables, self._places = list[_Table](), list[_Place]()
         self._num_found = (-1, 0)
         self._first_held: dict[str, Held] = {}
         self._first: dict[tuple[str, str], Any] = {}
@@ -190,8 +190,7 @@ class PlainAttributes:
         self._first_contents: dict[tuple[str, str], Contents] = {}
         self._first_copies: dict[tuple[str, str], Contents] = {}
         """The same of large objects, with copies: they are not compared in each step."""
-        self._first_states: dict[str, Any] = {}
-        self._first_values: list[Any] = []
+        self._first_states, self._first_values = dict[str, Any](), list[Any]()
         self._first_of: dict[int, Contents] = {}
         """First values and contents by the index of their place, but for `_whole` objects."""
         self._renamed: set[int] = set()
@@ -199,18 +198,17 @@ class PlainAttributes:
         self._whole: set[str] = set()
         """Names of the objects that have taken the place of others."""
         self._warned: set[str] = set()
-        self._has_warned_of_number = False
         self._unsent: list[str] = []
-        self._seen: list[Any] = []
-        self._mutable: list[int] = []
+        self._seen, self._mutable = list[Any](), list[int]()
         self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
-        self._are_parameters_known = False
-        self._copying = Copying(self._is_parameter)
-        self._num_kept = 0
+        self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
+        self._num_kept, self._quick_text = 0, b""
         self._quick: list[int] = []
-        self._quick_text = b""
+        self._sent: dict[str, Any] = {}
+        self._sent_of: tuple[list[Any], dict[int, Contents]] | None = None
+        """What it was made of; None if that does not tell when it changes."""
         self.is_marked = False
         """Whether the end of the set-up has been noted; see `mark_own`."""
         self._marked: dict[str, Any] = {}
@@ -290,8 +288,10 @@ class PlainAttributes:
     def state_dict(self) -> dict[str, Any]:
         """By owner, the attributes that differ from the first values, encoded; None for one that cannot be sent."""
         values, contents = self._present()
+        if self._is_as_sent(values, contents):
+            return self._sent
         found: dict[str, dict[str, Any]] = {}
-        for index in self._changed(values, contents):
+        for index in (changed := self._changed(values, contents)):
             owner, _, key = self._places[index]
             found.setdefault(owner, {})[key] = values[index]
         for name in self._whole:
@@ -310,7 +310,16 @@ class PlainAttributes:
                 sent[name][_WHOLE] = _name_of(type(self._held[name].value))
         for name, form in states.items():
             sent[name] = None if _is_unreadable(form) else {**(sent.get(name) or {}), STATE: form}
+        seen = [contents.get(index, values[index]) for index in changed if values[index] is not ABSENT]
+        seen += [each for index, each in contents.items() if each is not self._first_of.get(index)]
+        is_seen = not (states or self._states or self._whole) and all(map(is_change_seen, seen))
+        self._sent_of, self._sent = (values, contents) if is_seen else None, sent
         return sent
+
+    def _is_as_sent(self, values: list[Any], contents: dict[int, Contents]) -> bool:
+        """Whether nothing has changed that the last `state_dict` depends on."""
+        before = self._sent_of
+        return before is not None and all(map(is_, values, before[0])) and contents == before[1]
 
     def check(self) -> None:
         """Refuse what the last `state_dict` could not send.
@@ -413,7 +422,7 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
-        kept, self.is_marked = self.keep(), True
+        kept, self.is_marked, self._sent_of = self.keep(), True, None
         self._at_mark = {
             (owner, key): (kept.values[index], kept.contents.get(index))
             for index, (owner, _, key) in enumerate(kept.places)
@@ -501,7 +510,7 @@ class PlainAttributes:
             former.get((owner, id(table), key), -1): index for index, (owner, table, key) in enumerate(self._places)
         }
         self._copied = {moved[index]: each for index, each in self._copied.items() if index in moved}
-        self._quick = []
+        self._quick, self._sent_of = [], None
         values = [table.get(key, ABSENT) for _, table, key in self._places]
         self._num_found = self._num_present(values)
         self._note_mutable(values)
