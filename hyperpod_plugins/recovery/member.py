@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -176,6 +176,10 @@ class Member:
         self._watchdog = Watchdog(self, self._reports)
         self._group_store = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
+
+    def note(self, **changes: Any) -> None:
+        """Change several fields of `status` at once."""
+        self.status = replace(self.status, **changes)
 
     @property
     def activity(self) -> str:
