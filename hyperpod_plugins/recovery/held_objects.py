@@ -97,19 +97,24 @@ class Slots(MutableMapping[str, Any]):
         self._value = value
         self.names = [name for cls in type(value).__mro__ for name in slots_of(cls)]
         """Names of all slots, those without a value included."""
+        self._known = frozenset(self.names)
 
     @override
     def __getitem__(self, key: str) -> Any:
-        if key not in self.names:
+        if (found := self.get(key, _UNSET)) is _UNSET:
             raise KeyError(key)
+        return found
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
         try:
-            return object.__getattribute__(self._value, key)
+            return object.__getattribute__(self._value, key) if key in self._known else default
         except AttributeError:
-            raise KeyError(key) from None
+            return default
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.names:
+        if key not in self._known:
             raise KeyError(key)
         object.__setattr__(self._value, key, value)
 
@@ -123,7 +128,13 @@ class Slots(MutableMapping[str, Any]):
 
     @override
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        number = len(self.names)
+        for name in self.names:
+            try:
+                object.__getattribute__(self._value, name)
+            except AttributeError:
+                number -= 1
+        return number
 
 
 def way_of(value: object, packages: frozenset[str]) -> Way | None:
