@@ -329,3 +329,14 @@ def test_sums_that_change_are_written_again_and_others_are_not(change):
         else:
             result.value += 1
     assert means.state_dict() == LoggedMeans(trainer).state_dict() != state
+
+
+def test_tables_that_are_emptied_and_filled_again_are_sent_as_they_are():
+    trainer, state = trained(1.0, 2.0)
+    full, tables = state.state_dict(), tables_of(trainer)
+    trainer.fit_loop.epoch_loop._results.clear()
+    put_tables(trainer, {name: {} for name in tables})
+    assert state.state_dict() == ShownValues(trainer).state_dict() != full
+    for number in (3.0, 4.0):
+        put_tables(trainer, {**tables, "_callback_metrics": {"x": torch.tensor(number)}})
+        assert state.state_dict() == ShownValues(trainer).state_dict()
