@@ -67,9 +67,11 @@ from hyperpod_plugins.recovery.held_objects import (
     can_be_made,
     find_held,
     holds_any,
+    is_full,
     make,
     may_hold_objects,
     packages_of,
+    reader_of,
     set_state,
     state_of,
 )
@@ -182,7 +184,7 @@ class PlainAttributes:
         self._states: list[Held] = []
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
-        self._tables, self._places = list[_Table](), list[_Place]()
+        self._tables, self._places, self._reads = list[_Table](), list[_Place](), list[Callable[[], Any]]()
         self._num_found = (-1, 0)
         self._first_held: dict[str, Held] = {}
         self._first: dict[tuple[str, str], Any] = {}
@@ -197,8 +199,7 @@ class PlainAttributes:
         """`id`s of the objects that were first found under another name."""
         self._whole: set[str] = set()
         """Names of the objects that have taken the place of others."""
-        self._warned: set[str] = set()
-        self._unsent: list[str] = []
+        self._warned, self._unsent = set[str](), list[str]()
         self._seen, self._mutable = list[Any](), list[int]()
         self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
@@ -474,9 +475,7 @@ class PlainAttributes:
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
         if are_too_many and "" not in self._warned:
             self._warned.add("")
-            _log.warning(
-                "attributes hold more than %d objects of the program; the others are not restored", MAX_OBJECTS
-            )
+            _log.warning("attributes hold more than %d objects of the program; others are not restored", MAX_OBJECTS)
         former = {(owner, id(table), key): index for index, (owner, table, key) in enumerate(self._places)}
         for name, each in held.items():
             present, first = self._held.get(name), self._first_held.get(name)
@@ -492,12 +491,13 @@ class PlainAttributes:
         first_names = {id(each.value): name for name, each in self._first_held.items()}
         self._renamed = {id(each.value) for name, each in held.items() if first_names.get(id(each.value), name) != name}
         self._states = [each for each in held.values() if each.way in (Way.GENERATOR, Way.STATE)]
-        self._tables = [table for each in held.values() for table in each.tables]
+        self._tables = [table for each in held.values() for table in each.tables if not is_full(table)]
         self._places = [(name, table, key) for name, table, key in self._keys_of(held.values())]
         known = {(name, key) for name, _, key in self._places}
         for name, key in self._first:  # attributes that are gone
             if (name, key) not in known and name in held and name not in self._whole:
                 self._places.append((name, held[name].tables[0], key))
+        self._reads = [reader_of(table, key, ABSENT) for _, table, key in self._places]
         self._first_values = [
             ABSENT if name in self._whole else self._first.get((name, key), ABSENT) for name, _, key in self._places
         ]
@@ -511,7 +511,7 @@ class PlainAttributes:
         }
         self._copied = {moved[index]: each for index, each in self._copied.items() if index in moved}
         self._quick, self._sent_of = [], None
-        values = [table.get(key, ABSENT) for _, table, key in self._places]
+        values = [read() for read in self._reads]
         self._num_found = self._num_present(values)
         self._note_mutable(values)
 
@@ -530,12 +530,12 @@ class PlainAttributes:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
         self._are_parameters_known = False
         while True:
-            values = [table.get(key, ABSENT) for _, table, key in self._places]
+            values = [read() for read in self._reads]
             is_known = self._num_present(values) == self._num_found
             are_seen = is_known and len(values) == len(self._seen) and all(map(is_, values, self._seen))
             if not is_known or (not are_seen and self._are_other_objects(values)):
                 self._find()
-                values = [table.get(key, ABSENT) for _, table, key in self._places]
+                values = [read() for read in self._reads]
             if not are_seen:
                 self._note_mutable(values)
             contents, are_others = self._contents_of(values)
@@ -712,8 +712,8 @@ class PlainAttributes:
     def _reset(self, held: Held, table: _Table, key: str, is_whole: bool) -> None:
         """Give an attribute its first value again; of an object that is given as a whole, remove it."""
         first = ABSENT if is_whole else self._first.get((held.name, key), ABSENT)
-        place = held.name, key
-        contents = None if is_whole else self._first_copies.get(place, self._first_contents.get(place))
+        contents = self._first_copies.get((held.name, key), self._first_contents.get((held.name, key)))
+        contents = None if is_whole else contents
         known = {id(each.value) for each in (*self._held.values(), *self._first_held.values())} | {*self._parameters}
         if first is ABSENT:
             is_known = is_whole or key not in table or num_entries(table[key], known) <= MAX_ENTRIES

@@ -548,6 +548,33 @@ def test_what_held_objects_have_is_undone_and_reaches_another_process(change, ca
     assert equal(other, Holder().values())
 
 
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = 1
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_slots_that_get_and_lose_their_values_are_undone_and_sent(is_full):
+    owners = [types.SimpleNamespace(it=Slotted()) for _ in range(2)]
+    for each in owners if is_full else ():
+        each.it.b = 2
+    one, other = (PlainAttributes([("owner", each)]) for each in owners)
+    it, kept = owners[0].it, one.keep()
+    assert one.state_dict() == {}
+    del it.a
+    assert one.state_dict() == {"owner.it": {"a": ("deleted",)}}
+    it.b = it.a = 3
+    assert one.state_dict() == {"owner.it": {"a": 3, "b": 3}}
+    other.load_state_dict(unpack(pack(one.state_dict())))
+    assert (owners[1].it.a, owners[1].it.b) == (3, 3)
+    one.put_back(kept)
+    assert it.a == 1
+    assert getattr(it, "b", None) == (2 if is_full else None)
+    assert one.state_dict() == {}
+
+
 def test_what_cannot_be_sent_is_refused_by_name_once_it_changes():
     owner = Owner()
     attributes = PlainAttributes([("module", owner)])
