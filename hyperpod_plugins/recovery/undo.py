@@ -36,6 +36,7 @@ _TURNS = 8
 _GOLDEN = 0x9E3779B1
 """2**32 over the golden ratio: choosing the counters by its multiples has no period that a program may share."""
 _version_of = attrgetter("_version")
+_local_of = attrgetter("_local_tensor")
 _values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
 _MAPPINGS = dict, Mapping
@@ -225,8 +226,8 @@ class StepStart:
             self.kept.save()
         memories = {key: local_tensor(parameter) for key, parameter in self.written.items()}
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
-        locals_now = [each._local_tensor for each in self._split]  # FSDP2 may have replaced them in its first forward
-        self._counters = [*self._watched, *locals_now]
+        # FSDP2 may have replaced the local parts in its first forward.
+        self._counters = [*self._watched, *map(_local_of, self._split)]
         self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
         is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
