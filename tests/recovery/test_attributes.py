@@ -563,9 +563,11 @@ def test_slots_that_get_and_lose_their_values_are_undone_and_sent(is_full):
     one, other = (PlainAttributes([("owner", each)]) for each in owners)
     it, kept = owners[0].it, one.keep()
     assert one.state_dict() == {}
+    it.b = 3
+    assert one.state_dict() == {"owner.it": {"b": 3}}
     del it.a
-    assert one.state_dict() == {"owner.it": {"a": ("deleted",)}}
-    it.b = it.a = 3
+    assert one.state_dict() == {"owner.it": {"a": ("deleted",), "b": 3}}
+    it.a = 3
     assert one.state_dict() == {"owner.it": {"a": 3, "b": 3}}
     other.load_state_dict(unpack(pack(one.state_dict())))
     assert (owners[1].it.a, owners[1].it.b) == (3, 3)
