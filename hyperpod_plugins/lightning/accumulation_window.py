@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -71,7 +70,6 @@ from hyperpod_plugins.recovery.undo import (
     drop_gradients,
     end_iteration,
     forget_iteration,
-    modules_of,
 )
 
 _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -84,10 +82,16 @@ class ModuleStart:
     """What hooks may write besides the state of callbacks, at one moment: buffers, Python attributes, parameters."""
 
     def __init__(
-        self, module: nn.Module, attributes: Sequence[PlainAttributes], written: Iterable[torch.Tensor] = ()
+        self, buffers: Buffers, attributes: Sequence[PlainAttributes], written: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Copy them; `written`: this rank's part of the parameters that the program itself writes."""
-        self._buffers = Buffers(modules_of(module))
+        """Copy them, but for the buffers, which are copied already.
+
+        Args:
+            buffers: those of the module.
+            attributes: of the program's objects.
+            written: this rank's part of the parameters that the program itself writes.
+        """
+        self._buffers = buffers
         self._attributes = [(each, each.keep()) for each in attributes]
         self._copies = [(each, each.clone()) for each in written]
 
@@ -179,7 +183,7 @@ class AccumulationWindow:
             others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
         kept = OptimizerCopy(state.optimizers, others) if writes else None
-        self._attributes = [*attributes_of(trainer).values()]
+        self._attributes = [each for each in attributes_of(trainer).values() if not each.is_empty]
         self.batch_hooks, self._is_replay = BatchHooks(trainer, state.model, self._attributes), False
         self._has_started = former is not None and former._has_started
         self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
@@ -282,7 +286,7 @@ class AccumulationWindow:
         return CountedStart(self._metrics, self._local.of_program)
 
     def _module_start(self) -> ModuleStart:
-        return ModuleStart(self._state.model, self._attributes)
+        return ModuleStart(self._beginning.present_buffers(), self._attributes)
 
     def put_back_first_hooks(self) -> None:
         """Undo what the hooks before a step wrote, once the step is undone: they run again as the loops are entered."""
@@ -350,7 +354,7 @@ class AccumulationWindow:
         restore(self._logged(), "log")
         if self._closures and self.batch_hooks.are_any:
             written = map(local_tensor, self._beginning.written.values())
-            module = ModuleStart(self._state.model, self._attributes, written)
+            module = ModuleStart(self._beginning.present_buffers(), self._attributes, written)
             self._starts[len(self._closures)] = HooksStart(module, self._counted_start())
         self._groups.begin_micro_step(len(self._closures))
         self._closures.append(closure)

@@ -1,8 +1,7 @@
 """States of callbacks that decide by values of their own rank, such as the best score of `EarlyStopping`."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -198,18 +197,28 @@ class RankLocalCallbacks:
         """The `state_key` of each callback that may have such a state."""
         return (*self._others.callbacks, *self._saving.callbacks)
 
-    @contextmanager
-    def as_step_begins(self) -> Generator[None]:
+    def as_step_begins(self) -> "_StepBegins":
         """Within the context, the states are those of the step's beginning, with those before its first hooks."""
-        self._others.describes_step = self._saving.describes_step = True
-        try:
-            yield
-        finally:
-            self._others.describes_step = self._saving.describes_step = False
+        return _StepBegins((self._others, self._saving))
 
     def restored(self) -> None:
         """Update the copies with which steps are undone: the states have just been given to a replacement."""
         self._hooks.refresh_untouched(self.keys)
+
+
+class _StepBegins:
+    """See `RankLocalCallbacks.as_step_begins`; a class because `@contextmanager` costs more, in each step."""
+
+    def __init__(self, states: Sequence[CallbackStates]) -> None:
+        self._states = states
+
+    def __enter__(self) -> None:
+        for each in self._states:
+            each.describes_step = True
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._states:
+            each.describes_step = False
 
 
 def _is_other(callback: Callback) -> bool:

@@ -5,7 +5,8 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,6 +100,15 @@ class MetricStates:
         }
 
 
+class _Sums(NamedTuple):
+    """Logged sums when they were last packed, which serves again while no counter of writes has changed."""
+
+    names: list[tuple[str, str]]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    packed: dict[str, Any]
+
+
 class LoggedMeans:
     """Sums of what was logged in the present epoch with `on_epoch=True`; a `RankLocalState`.
 
@@ -115,6 +125,7 @@ class LoggedMeans:
         self._begun_before: list[Any] = []
         self._forms: dict[str, dict[str, Any]] = {}
         self._written_forms = TensorSpecCache()
+        self._known = _Sums([], [], [], {})
 
     def forms(self, begun: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
         """Arguments of `log` for each value that is reduced at the end of the epoch, in the order of logging.
@@ -175,11 +186,24 @@ class LoggedMeans:
     def state_dict(self) -> dict[str, Any]:
         """The sums, by Lightning's names; the states of metrics in modules are in `MetricStates`."""
         awaited = [(key, each) for key, each in self._awaited.items() if not self._has_begun(key)]
-        sums = {(key, name): value for key, each in awaited for name, value in each.items()}
+        sums: dict[tuple[str, str], torch.Tensor] = {
+            (key, name): value for key, each in awaited for name, value in each.items()
+        }
         for key, result in self._results.items():
             if result.is_tensor and result.meta.on_epoch and not result.has_reset:
-                sums |= {(key, name): vars(result)[name].detach() for name in result._defaults}
-        return packed_tensors(sums, self._written_forms)
+                values = vars(result)
+                for name in result._defaults:
+                    sums[key, name] = values[name]
+        versions = [-1 if each.is_inference() else each._version for each in sums.values()]  # -1: not counted
+        tensors, known = [*sums.values()], self._known
+        if (
+            -1 in versions
+            or versions != known.versions
+            or [*sums] != known.names
+            or not all(map(is_, tensors, known.tensors))
+        ):
+            self._known = _Sums([*sums], tensors, versions, packed_tensors(sums, self._written_forms))
+        return self._known.packed
 
     def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
         """Nothing: values logged after a step add to sums that a replacement can get from no other rank."""

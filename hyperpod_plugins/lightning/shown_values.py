@@ -156,6 +156,8 @@ class ShownValues:
     def state_dict(self) -> dict[str, Any]:
         """Cached values, and the other values of the tables; the same objects as before if nothing was logged."""
         found = self._present()
+        if not (found or any(self._tables())):
+            return {"cached": {}, "others": {}}
         tensors = [value for _, _, value in found]
         if not (len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))):
             types = [(key, value.dtype, value.shape, value.is_cpu) for key, _, value in found]

@@ -57,6 +57,7 @@ _LISTS = frozenset({list, deque})
 _DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
 _TENSORS = frozenset({torch.Tensor, nn.Parameter, DTensor})
 ARRAYS = frozenset({*_TENSORS, np.ndarray})
+_TENSOR_OR_ARRAY = torch.Tensor, np.ndarray
 CONTAINERS = frozenset({*_LISTS, *_DICTS, set, tuple})
 _MUTABLE = frozenset({*_LISTS, *_DICTS, *ARRAYS, set})
 _WRITTEN_QUICKLY = frozenset({list, dict, set})
@@ -268,7 +269,7 @@ def text_of(value: Any) -> bytes:
 def is_same(contents: Any, value: Any = ABSENT) -> bool:
     """Whether an object still has its contents; `value`: what stands in its place now."""
     if not isinstance(contents, Contents):
-        return contents is value or (type(contents) in SCALARS and type(value) is type(contents) and contents == value)
+        return contents is value or (type(contents) in SCALARS and _is_same_scalar(contents, value))
     owner, entries = contents.value, contents.entries
     if value is not ABSENT and value is not owner:
         return False
@@ -291,12 +292,34 @@ def is_same(contents: Any, value: Any = ABSENT) -> bool:
     return all(map(is_same, entries, [*owner]))
 
 
+def is_change_seen(contents: Any) -> bool:
+    """Whether `is_same` notices each change of what `encoded` reads of an object, so that its form can serve again."""
+    kind = type(contents)
+    if not isinstance(contents, Contents):
+        return kind in SCALARS or not (
+            kind in CONTAINERS or isinstance(contents, _TENSOR_OR_ARRAY) or is_data(contents)
+        )
+    kind, entries = type(contents.value), contents.entries
+    if entries is None or kind not in CONTAINERS or kind is defaultdict:  # its factory may be another one
+        return False
+    if kind in _DICTS:
+        return all(type(key) in SCALARS and is_change_seen(each) for key, each in entries)
+    return all(map(is_change_seen, entries))
+
+
 def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
+def _is_same_scalar(one: Any, other: Any) -> bool:
+    is_equal = type(one) is type(other) and one == other
+    return is_equal and (bool(one) or type(one) is not float or str(one) == str(other))  # 0.0 equals -0.0
+
+
 def _is_same_key(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, torch.Tensor) and one == other)  # tensors compare by element
+    if one is other or type(one) in SCALARS:
+        return one is other or _is_same_scalar(one, other)
+    return not isinstance(one, torch.Tensor) and one == other  # tensors compare by element
 
 
 def can_restore(contents: Any) -> bool:

@@ -50,6 +50,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     decoded,
     encoded,
     filled,
+    is_change_seen,
     is_own,
     is_same,
     num_entries,
@@ -66,9 +67,11 @@ from hyperpod_plugins.recovery.held_objects import (
     can_be_made,
     find_held,
     holds_any,
+    is_full,
     make,
     may_hold_objects,
     packages_of,
+    reader_of,
     set_state,
     state_of,
 )
@@ -181,8 +184,7 @@ class PlainAttributes:
         self._states: list[Held] = []
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
-        self._tables: list[_Table] = []
-        self._places: list[_Place] = []
+        self._tables, self._places, self._reads = list[_Table](), list[_Place](), list[Callable[[], Any]]()
         self._num_found = (-1, 0)
         self._first_held: dict[str, Held] = {}
         self._first: dict[tuple[str, str], Any] = {}
@@ -190,27 +192,24 @@ class PlainAttributes:
         self._first_contents: dict[tuple[str, str], Contents] = {}
         self._first_copies: dict[tuple[str, str], Contents] = {}
         """The same of large objects, with copies: they are not compared in each step."""
-        self._first_states: dict[str, Any] = {}
-        self._first_values: list[Any] = []
+        self._first_states, self._first_values = dict[str, Any](), list[Any]()
         self._first_of: dict[int, Contents] = {}
         """First values and contents by the index of their place, but for `_whole` objects."""
         self._renamed: set[int] = set()
         """`id`s of the objects that were first found under another name."""
         self._whole: set[str] = set()
         """Names of the objects that have taken the place of others."""
-        self._warned: set[str] = set()
-        self._has_warned_of_number = False
-        self._unsent: list[str] = []
-        self._seen: list[Any] = []
-        self._mutable: list[int] = []
+        self._warned, self._unsent = set[str](), list[str]()
+        self._seen, self._mutable = list[Any](), list[int]()
         self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
-        self._are_parameters_known = False
-        self._copying = Copying(self._is_parameter)
-        self._num_kept = 0
+        self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
+        self._num_kept, self._quick_text = 0, b""
         self._quick: list[int] = []
-        self._quick_text = b""
+        self._sent: dict[str, Any] = {}
+        self._sent_of: tuple[list[Any], dict[int, Contents]] | None = None
+        """What it was made of; None if that does not tell when it changes."""
         self.is_marked = False
         """Whether the end of the set-up has been noted; see `mark_own`."""
         self._marked: dict[str, Any] = {}
@@ -290,8 +289,10 @@ class PlainAttributes:
     def state_dict(self) -> dict[str, Any]:
         """By owner, the attributes that differ from the first values, encoded; None for one that cannot be sent."""
         values, contents = self._present()
+        if self._is_as_sent(values, contents):
+            return self._sent
         found: dict[str, dict[str, Any]] = {}
-        for index in self._changed(values, contents):
+        for index in (changed := self._changed(values, contents)):
             owner, _, key = self._places[index]
             found.setdefault(owner, {})[key] = values[index]
         for name in self._whole:
@@ -310,7 +311,16 @@ class PlainAttributes:
                 sent[name][_WHOLE] = _name_of(type(self._held[name].value))
         for name, form in states.items():
             sent[name] = None if _is_unreadable(form) else {**(sent.get(name) or {}), STATE: form}
+        seen = [contents.get(index, values[index]) for index in changed if values[index] is not ABSENT]
+        seen += [each for index, each in contents.items() if each is not self._first_of.get(index)]
+        is_seen = not (states or self._states or self._whole) and all(map(is_change_seen, seen))
+        self._sent_of, self._sent = (values, contents) if is_seen else None, sent
         return sent
+
+    def _is_as_sent(self, values: list[Any], contents: dict[int, Contents]) -> bool:
+        """Whether nothing has changed that the last `state_dict` depends on."""
+        before = self._sent_of
+        return before is not None and all(map(is_, values, before[0])) and contents == before[1]
 
     def check(self) -> None:
         """Refuse what the last `state_dict` could not send.
@@ -413,7 +423,7 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
-        kept, self.is_marked = self.keep(), True
+        kept, self.is_marked, self._sent_of = self.keep(), True, None
         self._at_mark = {
             (owner, key): (kept.values[index], kept.contents.get(index))
             for index, (owner, _, key) in enumerate(kept.places)
@@ -465,9 +475,7 @@ class PlainAttributes:
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
         if are_too_many and "" not in self._warned:
             self._warned.add("")
-            _log.warning(
-                "attributes hold more than %d objects of the program; the others are not restored", MAX_OBJECTS
-            )
+            _log.warning("attributes hold more than %d objects of the program; others are not restored", MAX_OBJECTS)
         former = {(owner, id(table), key): index for index, (owner, table, key) in enumerate(self._places)}
         for name, each in held.items():
             present, first = self._held.get(name), self._first_held.get(name)
@@ -483,12 +491,13 @@ class PlainAttributes:
         first_names = {id(each.value): name for name, each in self._first_held.items()}
         self._renamed = {id(each.value) for name, each in held.items() if first_names.get(id(each.value), name) != name}
         self._states = [each for each in held.values() if each.way in (Way.GENERATOR, Way.STATE)]
-        self._tables = [table for each in held.values() for table in each.tables]
+        self._tables = [table for each in held.values() for table in each.tables if not is_full(table)]
         self._places = [(name, table, key) for name, table, key in self._keys_of(held.values())]
         known = {(name, key) for name, _, key in self._places}
         for name, key in self._first:  # attributes that are gone
             if (name, key) not in known and name in held and name not in self._whole:
                 self._places.append((name, held[name].tables[0], key))
+        self._reads = [reader_of(table, key, ABSENT) for _, table, key in self._places]
         self._first_values = [
             ABSENT if name in self._whole else self._first.get((name, key), ABSENT) for name, _, key in self._places
         ]
@@ -501,8 +510,8 @@ class PlainAttributes:
             former.get((owner, id(table), key), -1): index for index, (owner, table, key) in enumerate(self._places)
         }
         self._copied = {moved[index]: each for index, each in self._copied.items() if index in moved}
-        self._quick = []
-        values = [table.get(key, ABSENT) for _, table, key in self._places]
+        self._quick, self._sent_of = [], None
+        values = [read() for read in self._reads]
         self._num_found = self._num_present(values)
         self._note_mutable(values)
 
@@ -521,12 +530,12 @@ class PlainAttributes:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
         self._are_parameters_known = False
         while True:
-            values = [table.get(key, ABSENT) for _, table, key in self._places]
+            values = [read() for read in self._reads]
             is_known = self._num_present(values) == self._num_found
             are_seen = is_known and len(values) == len(self._seen) and all(map(is_, values, self._seen))
             if not is_known or (not are_seen and self._are_other_objects(values)):
                 self._find()
-                values = [table.get(key, ABSENT) for _, table, key in self._places]
+                values = [read() for read in self._reads]
             if not are_seen:
                 self._note_mutable(values)
             contents, are_others = self._contents_of(values)
@@ -703,8 +712,8 @@ class PlainAttributes:
     def _reset(self, held: Held, table: _Table, key: str, is_whole: bool) -> None:
         """Give an attribute its first value again; of an object that is given as a whole, remove it."""
         first = ABSENT if is_whole else self._first.get((held.name, key), ABSENT)
-        place = held.name, key
-        contents = None if is_whole else self._first_copies.get(place, self._first_contents.get(place))
+        contents = self._first_copies.get((held.name, key), self._first_contents.get((held.name, key)))
+        contents = None if is_whole else contents
         known = {id(each.value) for each in (*self._held.values(), *self._first_held.values())} | {*self._parameters}
         if first is ABSENT:
             is_known = is_whole or key not in table or num_entries(table[key], known) <= MAX_ENTRIES

@@ -24,7 +24,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Thread
 from typing import Any, cast
 
@@ -94,28 +94,34 @@ class Slots(MutableMapping[str, Any]):
 
     def __init__(self, value: object) -> None:
         """Look at the object's present attributes."""
-        self._value = value
+        self.owner = value
+        """The object."""
         self.names = [name for cls in type(value).__mro__ for name in slots_of(cls)]
         """Names of all slots, those without a value included."""
+        self._known = frozenset(self.names)
 
     @override
     def __getitem__(self, key: str) -> Any:
-        if key not in self.names:
+        if (found := self.get(key, _UNSET)) is _UNSET:
             raise KeyError(key)
+        return found
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
         try:
-            return object.__getattribute__(self._value, key)
+            return object.__getattribute__(self.owner, key) if key in self._known else default
         except AttributeError:
-            raise KeyError(key) from None
+            return default
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.names:
+        if key not in self._known:
             raise KeyError(key)
-        object.__setattr__(self._value, key, value)
+        object.__setattr__(self.owner, key, value)
 
     @override
     def __delitem__(self, key: str) -> None:
-        object.__delattr__(self._value, key)
+        object.__delattr__(self.owner, key)
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -123,7 +129,32 @@ class Slots(MutableMapping[str, Any]):
 
     @override
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        number = len(self.names)
+        for name in self.names:
+            try:
+                object.__getattribute__(self.owner, name)
+            except AttributeError:
+                number -= 1
+        return number
+
+
+def is_full(table: MutableMapping[str, Any]) -> bool:
+    """Whether each attribute that a table may ever have is there: its length changes only if one is deleted."""
+    return isinstance(table, Slots) and len(table) == len(table.names)
+
+
+def reader_of(table: MutableMapping[str, Any], key: str, default: object) -> Callable[[], Any]:
+    """Returns the value of a key of a table at each call, or `default` if it has none."""
+    if isinstance(table, Slots):
+        return partial(_read_slot, table.owner, key, default)
+    return partial(table.get, key, default)
+
+
+def _read_slot(owner: object, key: str, default: object) -> Any:
+    try:
+        return object.__getattribute__(owner, key)
+    except AttributeError:
+        return default
 
 
 def way_of(value: object, packages: frozenset[str]) -> Way | None:

@@ -507,7 +507,7 @@ class LocalStates:
         if not self._is_active:
             return
         if self._last is not None and step in self._own:
-            self._note_written(step, self._last, begins_epoch=begins_epoch)
+            self._note_written(step, self._last, begins_epoch=begins_epoch, is_begun=True)
             self._is_new = self._is_new and step == self._begins_in
         self._begun_at = step
         gives, gets = self._gives_at == step or self._is_after_part, self._gets_at == step or self._is_after_part
@@ -792,12 +792,22 @@ class LocalStates:
         before = {name: state for name, state in begun.items() if not are_same(state, present.get(name))}
         return {**present, _BEFORE: before} if before else present
 
-    def _note_written(self, step: int, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool) -> None:
-        """Note which states, except those registered with `is_repeated`, differ from what was sent last."""
+    def _note_written(
+        self, step: int, since: Mapping[str, dict[str, Any]], *, begins_epoch: bool, is_begun: bool = False
+    ) -> None:
+        """Note which states, except those registered with `is_repeated`, differ from what was sent last.
+
+        Args:
+            step: number of committed steps.
+            since: what was sent last.
+            begins_epoch: see `begin`.
+            is_begun: whether the states of the program's objects were just copied, as a step begins.
+        """
         for name, state in self._states.items():
             if name in self._written_after or not self._may_note(name, begins_epoch=begins_epoch):
                 continue
-            if not are_same(state.state_dict(), since.get(name, {})):
+            present = self._at_begin[name] if is_begun and name in self._at_begin else state.state_dict()
+            if not are_same(present, since.get(name, {})):
                 self._written_after[name] = step
                 self._parts_written[name] = state.written(since.get(name, {}))
 
@@ -867,7 +877,7 @@ def _unpacked(data: bytes) -> dict[str, Any]:
 
 def _last_two(states: Mapping[int, _State], step: int, data: _State) -> dict[int, _State]:
     """The last state before a step, and the state of that step; later ones are dropped."""
-    before = max(filter(step.__gt__, states), default=step)
+    before = step - 1 if step - 1 in states else max(filter(step.__gt__, states), default=step)
     return {before: states.get(before, data), step: data}
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -177,6 +177,10 @@ class Member:
         self._group_store = JobStore.connect(job)
         self._end_listening: Callable[[], None] = lambda: None
 
+    def note(self, **changes: Any) -> None:
+        """Change several fields of `status` at once."""
+        self.status = self.status._replace(**changes)
+
     @property
     def activity(self) -> str:
         """What the main thread is doing, in words; sent with each heartbeat, about once a second."""
@@ -184,7 +188,7 @@ class Member:
 
     @activity.setter
     def activity(self, activity: str) -> None:
-        self.status = replace(self.status, activity=activity)
+        self.status = self.status._replace(activity=activity)
 
     @property
     def in_step(self) -> bool:
@@ -193,7 +197,7 @@ class Member:
 
     @in_step.setter
     def in_step(self, in_step: bool) -> None:
-        self.status = replace(self.status, in_step=in_step)
+        self.status = self.status._replace(in_step=in_step)
 
     @property
     def committed(self) -> int:
@@ -202,7 +206,7 @@ class Member:
 
     @committed.setter
     def committed(self, committed: int) -> None:
-        self.status = replace(self.status, committed=committed)
+        self.status = self.status._replace(committed=committed)
 
     @property
     def generation(self) -> int:
@@ -211,7 +215,7 @@ class Member:
 
     @generation.setter
     def generation(self, generation: int) -> None:
-        self.status = replace(self.status, generation=generation)
+        self.status = self.status._replace(generation=generation)
 
     @property
     def world(self) -> WorldPlan:
@@ -238,7 +242,7 @@ class Member:
             group_health.detach()
         else:
             publish_initial_world(self.job_store, self.world)
-            self.status = replace(self.status, entered_s=time.monotonic())
+            self.status = self.status._replace(entered_s=time.monotonic())
         group_health.add_listener(self._report)
         self.collectives.start()
         folder = events_folder()
@@ -266,7 +270,7 @@ class Member:
         if has_trained:
             self.is_joining = False
         self.has_torn_state = False
-        self.status = replace(self.status, committed=NO_STATE, in_step=False, activity=BETWEEN_CALLS)
+        self.status = self.status._replace(committed=NO_STATE, in_step=False, activity=BETWEEN_CALLS)
 
     def fail(self, kind: FailureKind, cause: str) -> None:
         """End the generation because of a failure of this rank, and break its groups."""
@@ -293,7 +297,7 @@ class Member:
 
     def move(self, world: WorldPlan) -> None:
         """Become part of another world, perhaps with another rank."""
-        self._worlds.current, self.status = world, replace(self.status, entered_s=None)
+        self._worlds.current, self.status = world, self.status._replace(entered_s=None)
 
     def give_up(self, cause: str) -> None:
         """Tell the agents to replace no more processes; the first cause that is reported ends the job."""
@@ -374,7 +378,7 @@ class Member:
                 self._refuse_more(num_failures, time.monotonic() - began_s)
                 continue
             entered_s = self.status.entered_s or time.monotonic()
-            self.status = replace(self.status, generation=number, entered_s=entered_s)
+            self.status = self.status._replace(generation=number, entered_s=entered_s)
             self._watcher.end_forming()
             return formed
 

@@ -107,6 +107,8 @@ class CommittedSteps:
         """Use the file `path` for the rank that `whose` identifies."""
         self._path = path
         self._whose = f" {whose}\n".encode()
+        self._file: int | None = None
+        """Descriptor of the file, which stays open, as each step writes to it."""
 
     def load(self) -> int | None:
         """The number that the previous process left; None if it left none for the same rank."""
@@ -119,16 +121,15 @@ class CommittedSteps:
 
     def record(self, step: int) -> None:
         """Record that `step` steps are committed. A failure is ignored: the number serves a message only."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with suppress(OSError):
-            file = os.open(self._path, flags, 0o600)
-            try:
-                os.pwrite(file, b"%0*d" % (_NUM_DIGITS, step) + self._whose, 0)  # always of the same length
-            finally:
-                os.close(file)
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o600)
+                weakref.finalize(self, os.close, self._file)
+            os.pwrite(self._file, b"%0*d" % (_NUM_DIGITS, step) + self._whose, 0)  # always of the same length
 
     def clear(self) -> None:
-        """Delete what the previous process left."""
+        """Delete what the previous process left, before anything is recorded."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

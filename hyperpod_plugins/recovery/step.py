@@ -272,7 +272,7 @@ class StepTransaction:
         """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""
         if group_health.cause is not None:
             return Pending(_commit_nothing)
-        self._member.activity, self._member.in_step = f"computing step {self.step}", True
+        self._member.note(activity=f"computing step {self.step}", in_step=True)
         try:
             with group_health.tolerate_breaks(), self._computing():
                 result = compute()
@@ -383,10 +383,9 @@ class StepTransaction:
             StepFailed: `pending.commit` raised.
         """
         member, step = self._member, self.step
-        member.activity = f"committing step {step}"
         if self._rehearsal is not None:
             self._rehearsal.at("commit", step)
-        self._discard_state()
+        self._discard_state(activity=f"committing step {step}")
         self._committing = step
         try:
             result = pending.commit()
@@ -401,18 +400,18 @@ class StepTransaction:
             raise StepFailed(f"{lost} This process exits and will be replaced.") from error
         finally:
             self._committing = None
-        member.committed, member.has_torn_state = step + 1, False
+        member.note(committed=step + 1, in_step=False, activity=f"between steps {step} and {step + 1}")
+        member.has_torn_state = False
         if self._snapshots is not None:
             self._snapshots.record_committed(step + 1)
-        member.in_step = False
         member.step_times.record_commit(time.monotonic())
         self._attempts.succeeded()
-        member.activity = f"between steps {step} and {step + 1}"
         return result
 
-    def _discard_state(self) -> None:
-        """From here on, this rank holds no state that may be sent, saved or continued from."""
-        self._member.committed, self._member.has_torn_state, self._voted_step = NO_STATE, True, NO_STATE
+    def _discard_state(self, **status: str) -> None:
+        """From here on, this rank holds no state that may be sent, saved or continued from; `status`: see `Member`."""
+        self._member.note(committed=NO_STATE, **status)
+        self._member.has_torn_state, self._voted_step = True, NO_STATE
 
     def mark_state_lost(self, why: str) -> PeerLost:
         """Mark this rank's state as lost, since it is inconsistent and must not be sent to other ranks."""

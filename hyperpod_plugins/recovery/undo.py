@@ -36,10 +36,27 @@ _TURNS = 8
 _GOLDEN = 0x9E3779B1
 """2**32 over the golden ratio: choosing the counters by its multiples has no period that a program may share."""
 _version_of = attrgetter("_version")
+_local_of = attrgetter("_local_tensor")
 _values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
 _MAPPINGS = dict, Mapping
 """In this order: `isinstance` with `Mapping` is slow."""
+
+
+class _Tables:
+    """Some tables of modules, and the objects that they held when this was created."""
+
+    def __init__(self, tables: Iterable[dict[str, Any]]) -> None:
+        self._tables = [*tables]
+        self._sizes = [*map(len, self._tables)]
+        self._filled = [table for table in self._tables if table]
+        self._held = [*chain.from_iterable(map(_values_of, self._filled))]
+
+    @property
+    def are_same(self) -> bool:
+        """Whether they hold the same objects."""
+        present = chain.from_iterable(map(_values_of, self._filled))
+        return [*map(len, self._tables)] == self._sizes and all(map(is_, present, self._held))
 
 
 class Buffers:
@@ -61,6 +78,13 @@ class Buffers:
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         copied = [each for each in present.values() if each.nbytes > self._above_bytes or not self._above_bytes]
         self._saved = [(buffer, buffer.detach().clone()) for buffer in copied]
+
+    def kept_now(self) -> Self:
+        """Another copy, of the present buffers of the same modules."""
+        now = object.__new__(type(self))
+        vars(now).update(vars(self))
+        now.keep()
+        return now
 
     @property
     def copies(self) -> dict[int, torch.Tensor]:
@@ -166,10 +190,8 @@ class StepStart:
         """Parameters that the program itself was found to write, by `id`."""
         self._above_bytes = above_bytes
         self._buffers = Buffers()
-        self._tables: list[dict[str, Any]] = []
-        """The child and parameter tables of all modules."""
-        self._known: list[object] = []
-        """All entries of these tables when they were last collected."""
+        self._children = self._held = _Tables(())
+        """The child tables of all modules, and their child and parameter tables, when they were last collected."""
         self._num_owned = -1
         self._unowned: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
@@ -204,8 +226,8 @@ class StepStart:
             self.kept.save()
         memories = {key: local_tensor(parameter) for key, parameter in self.written.items()}
         self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
-        locals_now = [each._local_tensor for each in self._split]  # FSDP2 may have replaced them in its first forward
-        self._counters = [*self._watched, *locals_now]
+        # FSDP2 may have replaced the local parts in its first forward.
+        self._counters = [*self._watched, *map(_local_of, self._split)]
         self._versions = [*map(_version_of, self._counters)]
         self._num_begun += 1
         is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
@@ -215,21 +237,26 @@ class StepStart:
     def _collect(self) -> None:
         """Collect modules and parameters again if they have changed, and all that depends on them."""
         num_owned = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        present = chain.from_iterable(map(_values_of, self._tables))
-        is_known = sum(map(len, self._tables)) == len(self._known) and all(map(is_, present, self._known))
-        if is_known and num_owned == self._num_owned:
+        if num_owned == self._num_owned and self._held.are_same:
             return
         reshard(self._model)  # parameters that an evaluation left gathered are not those of the optimizers
         self.parts, self._num_owned = modules_of(self._model), num_owned
         self._buffers = Buffers(self.parts, above_bytes=self._above_bytes)
-        self._tables = [table for part in self.parts for table in (part._modules, part._parameters)]
-        self._known = [each for table in self._tables for each in table.values()]
+        self._children = _Tables(part._modules for part in self.parts)
+        self._held = _Tables(table for part in self.parts for table in (part._modules, part._parameters))
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
         owned = parameters_of(self._optimizers)
         self._unowned = [each for key, each in parameters.items() if key not in owned]
         self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
         self._split = [each for each in self._watched if isinstance(each, DTensor)]
         self._counting = [part for part in self.parts if _counts(part)]
+
+    def present_buffers(self) -> Buffers:
+        """A copy of the buffers of all modules, as they are now."""
+        are_known = bool(self.parts) and self._children.are_same
+        return (
+            self._buffers.kept_now() if are_known else Buffers(modules_of(self._model), above_bytes=self._above_bytes)
+        )
 
     def end(self) -> None:
         """Detect writes when the step has been computed; from the next step on, parameters that it wrote are copied.

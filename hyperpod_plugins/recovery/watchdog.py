@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -114,9 +114,8 @@ class Heartbeat:
         return self.incarnation == incarnation and silent_s <= limit_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """What the main thread of a member does, as its other threads see it."""
+class Status(NamedTuple):
+    """What the main thread of a member does, as its other threads see it; each step replaces it several times."""
 
     activity: str = "setting up"
     in_step: bool = False

@@ -307,3 +307,36 @@ def test_results_of_a_former_epoch_do_not_come_back():
     log_mean(trainer, "new", 5.0)
     start.put_back()
     assert [*trainer.fit_loop.epoch_loop._results] == []
+
+
+@pytest.mark.parametrize("change", ["in place", "assigned", "another name", "a reset", "uncounted"])
+def test_sums_that_change_are_written_again_and_others_are_not(change):
+    trainer, _ = trained()
+    log_mean(trainer, "loss", 1.0)
+    means, result = LoggedMeans(trainer), trainer.fit_loop.epoch_loop._results["on_train_batch_start.loss"]
+    if change == "uncounted":
+        with torch.inference_mode():
+            result.value = result.value + 1
+    state = means.state_dict()
+    assert (means.state_dict() is state) == (change != "uncounted")
+    with torch.inference_mode(change == "uncounted"):
+        if change == "another name":
+            log_mean(trainer, "other", 1.0)
+        elif change == "a reset":
+            result.reset()
+        elif change == "assigned":
+            result.value = result.value + 1
+        else:
+            result.value += 1
+    assert means.state_dict() == LoggedMeans(trainer).state_dict() != state
+
+
+def test_tables_that_are_emptied_and_filled_again_are_sent_as_they_are():
+    trainer, state = trained(1.0, 2.0)
+    full, tables = state.state_dict(), tables_of(trainer)
+    trainer.fit_loop.epoch_loop._results.clear()
+    put_tables(trainer, {name: {} for name in tables})
+    assert state.state_dict() == ShownValues(trainer).state_dict() != full
+    for number in (3.0, 4.0):
+        put_tables(trainer, {**tables, "_callback_metrics": {"x": torch.tensor(number)}})
+        assert state.state_dict() == ShownValues(trainer).state_dict()

@@ -103,6 +103,53 @@ def test_a_change_is_undone_and_reaches_another_process(change):
     assert same(other, Owner())
 
 
+def negate_zeros(owner):
+    owner.ordered["a"] *= -1.0
+    owner.pair[0][0] *= -1.0
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_state_that_serves_again_is_that_of_now(change):
+    owner = Owner()
+    asked, not_asked = (PlainAttributes([("module", owner)]) for _ in range(2))
+    owner.count, owner.items, owner.ordered = 1, [1, [2]], OrderedDict(a=0.0)
+    assert asked.state_dict() is asked.state_dict()
+    change(owner)
+    assert pack(asked.state_dict()) == pack(not_asked.state_dict())
+
+
+UNSEEN = {
+    "a zero of the other sign": negate_zeros,
+    "a tensor behind its version": lambda it: it.values.data.add_(1),
+    "a tensor in a list behind its version": lambda it: it.items[1].data.add_(1),
+    "the middle of a long list": lambda it: it.long.__setitem__(500, 7),
+    "a factory": lambda it: setattr(it.by_name, "default_factory", str),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_a_state_with_values_whose_changes_are_not_all_seen_does_not_serve_again(change):
+    owner = Owner()
+    asked, not_asked = (PlainAttributes([("module", owner)]) for _ in range(2))
+    owner.ordered, owner.pair, owner.by_name = OrderedDict(a=0.0), ([0.0], 1), defaultdict(int, x=1)
+    owner.values, owner.items, owner.long = torch.ones(3), [1, torch.ones(2)], [0.0] * (MAX_ENTRIES + 1)
+    assert asked.state_dict() is not asked.state_dict()
+    change(owner)
+    assert pack(asked.state_dict()) == pack(not_asked.state_dict())
+
+
+def test_a_zero_of_the_other_sign_is_another_value():
+    owner = Owner()
+    owner.ordered, owner.pair = OrderedDict(a=0.0), ([0.0], 1)
+    attributes = PlainAttributes([("module", owner)])
+    attributes.keep()
+    negate_zeros(owner)
+    kept = attributes.keep()
+    owner.ordered["a"] = owner.pair[0][0] = 5.0
+    attributes.put_back(kept)
+    assert repr((owner.ordered["a"], owner.pair)) == "(-0.0, ([-0.0], 1))"
+
+
 def test_objects_and_large_values_are_undone_and_not_sent(caplog):
     owner = Owner()
     attributes = PlainAttributes([("module x", owner)])
@@ -499,6 +546,35 @@ def test_what_held_objects_have_is_undone_and_reaches_another_process(change, ca
     assert not caplog.records
     others.load_state_dict({})
     assert equal(other, Holder().values())
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = 1
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_slots_that_get_and_lose_their_values_are_undone_and_sent(is_full):
+    owners = [types.SimpleNamespace(it=Slotted()) for _ in range(2)]
+    for each in owners if is_full else ():
+        each.it.b = 2
+    one, other = (PlainAttributes([("owner", each)]) for each in owners)
+    it, kept = owners[0].it, one.keep()
+    assert one.state_dict() == {}
+    it.b = 3
+    assert one.state_dict() == {"owner.it": {"b": 3}}
+    del it.a
+    assert one.state_dict() == {"owner.it": {"a": ("deleted",), "b": 3}}
+    it.a = 3
+    assert one.state_dict() == {"owner.it": {"a": 3, "b": 3}}
+    other.load_state_dict(unpack(pack(one.state_dict())))
+    assert (owners[1].it.a, owners[1].it.b) == (3, 3)
+    one.put_back(kept)
+    assert it.a == 1
+    assert getattr(it, "b", None) == (2 if is_full else None)
+    assert one.state_dict() == {}
 
 
 def test_what_cannot_be_sent_is_refused_by_name_once_it_changes():

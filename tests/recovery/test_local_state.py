@@ -436,3 +436,31 @@ def test_a_state_that_is_equal_on_all_ranks_outlives_a_rank_and_its_buddy():
             assert differ == [True, False, False, False]
             assert equal_after == [4, -1]  # what writes after the commit takes that back
             assert total == 2 * num_bytes + 5, rank
+
+
+class Counted:
+    """An object of the program that counts how often its state is read."""
+
+    def __init__(self):
+        self.value, self.num_read = 0, 0
+
+    def state_dict(self):
+        self.num_read += 1
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_the_beginning_of_a_step_reads_an_object_of_the_program_once(is_written):
+    states, counted = LocalStates(Topology(world_size=2, shard_degree=1), 0), Counted()
+    states.register("counted", ProgramState("counted", counted))
+    states._last, states._own = states.state(), {1: b""}
+    counted.value, counted.num_read = int(is_written), 0
+    states.begin(1)
+    assert counted.num_read == 1 + is_written  # once more where its parts are compared, which happens once ever
+    assert ("counted" in states._written_after) == is_written
+    counted.value = 7
+    states.undo()
+    assert counted.value == is_written

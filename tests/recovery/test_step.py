@@ -58,6 +58,9 @@ class Others:
         self.done.append("fail")
         break_groups(cause)
 
+    def note(self, **changes):
+        vars(self).update(changes)
+
     def restore(self, plan, rank):
         self.done.append(f"restore {plan.step}")
         if self.losses and self.losses.pop(0):

@@ -286,3 +286,21 @@ def test_writes_are_counted_where_fsdp_has_replaced_the_local_part():
             assert not beginning.is_within_reach
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", ["in the model", "in a layer", "in a late layer"])
+def test_buffers_of_modules_that_come_late_are_kept(where):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    start = StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    start.begin()
+    start.present_buffers()
+    late = nn.Sequential(nn.BatchNorm1d(2)) if where == "in a late layer" else nn.BatchNorm1d(2)
+    (model[0] if where == "in a layer" else model).add_module("late", late)
+    kept = start.present_buffers()
+    for each in model.modules():
+        if isinstance(each, nn.BatchNorm1d):
+            each.running_mean += 1
+            each.register_buffer("another", torch.ones(1))
+    kept.put_back()
+    assert all(not buffer.any() for name, buffer in model.named_buffers() if "mean" in name)
+    assert not any("another" in name for name, _ in model.named_buffers())
