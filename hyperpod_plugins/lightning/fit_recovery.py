@@ -541,8 +541,8 @@ class FitRecovery(NullFitRecovery):
         own = b"" if returned is not None else self.window.capture_state_outside_step(part)
         has_ended, self._left_at_part_end = self._left_at_part_end and bool(own), False
         after = self.window.capture_state_outside_step(None) if has_ended else b""
-        if not has_ended:
-            self._put_back(part)
+        if not (has_ended or self._put_back(part)):
+            self.transaction.mark_state_lost(self.window.outside.WHY_LOST)
         description = self.engine.stop_state(
             self.window,
             returned,
@@ -669,16 +669,18 @@ class FitRecovery(NullFitRecovery):
         else:
             if part_of(began) == EVALUATION_BEGIN:
                 self.trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(self.trainer.lightning_module)
-            self._put_back(ended.part)
+            if not self._put_back(ended.part):
+                self.member.restart_all(StateLost(self.window.outside.WHY_LOST))
 
-    def _put_back(self, part: PartStart | None) -> None:
-        """Restore callbacks and buffers to the beginning of a part, which is run again."""
+    def _put_back(self, part: PartStart | None) -> bool:
+        """Restore what hooks of a part may have written, if that is possible; it is run again."""
         self._hooks.put_back(self.trainer)
         self._hooks.end_part()
         if part is not None:
             self._calls.note_written()
             put_back_last_saves(self.trainer, part.trainer)
             part.module.put_back()
+        return part is None or self.window.outside.put_back()
 
     @property
     @override
@@ -769,9 +771,11 @@ class FitRecovery(NullFitRecovery):
         if self.trainer.training:
             self.window.begin_batch()
             self._start_stream(self._next_step, self.window.num_micro_steps, BATCH)
-        elif self._is_keyed:
-            self._start_stream(self._next_step, self._num_evaluated, EVALUATION)
-            self._num_evaluated += 1
+        else:
+            self.window.outside.notice()
+            if self._is_keyed:
+                self._start_stream(self._next_step, self._num_evaluated, EVALUATION)
+                self._num_evaluated += 1
 
     @property
     def _next_step(self) -> int:

@@ -143,6 +143,38 @@ class CountsOwn(pl.Callback):
             self.calls[1] += 1
 
 
+class Swaps(pl.Callback):
+    """Keeps a moving average of the parameters, and has it in their place while validating."""
+
+    def __init__(self, *, past_versions):
+        self.average, self.kept, self.past_versions = [], [], past_versions
+
+    def on_train_batch_end(self, trainer, module, *_):
+        values = [each.detach() for each in module.parameters()]
+        if not self.average:
+            self.average = [each.clone() for each in values]
+        for average, value in zip(self.average, values, strict=True):
+            average.lerp_(value, 0.2)
+
+    def write(self, module, values):
+        for parameter, value in zip(module.parameters(), values, strict=True):
+            if self.past_versions:
+                parameter.data.copy_(value)
+            else:
+                with torch.no_grad():
+                    parameter.copy_(value)
+
+    def on_validation_start(self, trainer, module):
+        if self.average:
+            self.kept = [each.detach().clone() for each in module.parameters()]
+            self.write(module, self.average)
+
+    def on_validation_end(self, trainer, module):
+        if self.kept:
+            self.write(module, self.kept)
+            self.kept = []
+
+
 class Faults(pl.Callback):
     """`kind:rank:place:epoch`, each of which comes once in a job."""
 
@@ -339,6 +371,7 @@ def main(folder, text):
         callbacks=[
             *counts,
             own,
+            Swaps(past_versions=fit == "early"),
             *([stop, GradientAccumulationScheduler({0: 1, 2: 2})] if fit == "early" else []),
             scripted,
             CheckpointlessRecovery(),
