@@ -78,6 +78,15 @@ _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 SaveForRecovery = Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str]
 """See `HyperPodStrategy._save_for_recovery`."""
 
+WITHIN_WINDOW = (
+    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
+    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
+    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
+    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
+    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
+)
+
 
 class ModuleStart:
     """What hooks may write besides the state of callbacks, at one moment: buffers, Python attributes, parameters."""

@@ -23,7 +23,12 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
-from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow, PartStart, SaveForRecovery
+from hyperpod_plugins.lightning.accumulation_window import (
+    WITHIN_WINDOW,
+    AccumulationWindow,
+    PartStart,
+    SaveForRecovery,
+)
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
@@ -104,15 +109,6 @@ from hyperpod_plugins.recovery.rng import (
 from hyperpod_plugins.recovery.state_transfer import load_hyperparameters
 
 log = logging.getLogger(__name__)
-
-WITHIN_WINDOW = (
-    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
-    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
-    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
-    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
-    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
-    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
-)
 
 
 class NullFitRecovery:

@@ -144,17 +144,10 @@ class CountsOwn(pl.Callback):
 
 
 class Swaps(pl.Callback):
-    """Keeps a moving average of the parameters, and has it in their place while validating."""
+    """Has other values in the place of the parameters while validating."""
 
     def __init__(self, *, past_versions):
-        self.average, self.kept, self.past_versions = [], [], past_versions
-
-    def on_train_batch_end(self, trainer, module, *_):
-        values = [each.detach() for each in module.parameters()]
-        if not self.average:
-            self.average = [each.clone() for each in values]
-        for average, value in zip(self.average, values, strict=True):
-            average.lerp_(value, 0.2)
+        self.kept, self.past_versions = [], past_versions
 
     def write(self, module, values):
         for parameter, value in zip(module.parameters(), values, strict=True):
@@ -165,14 +158,12 @@ class Swaps(pl.Callback):
                     parameter.copy_(value)
 
     def on_validation_start(self, trainer, module):
-        if self.average:
-            self.kept = [each.detach().clone() for each in module.parameters()]
-            self.write(module, self.average)
+        self.kept = [each.detach().clone() for each in module.parameters()]
+        self.write(module, [each / 2 for each in self.kept])
 
     def on_validation_end(self, trainer, module):
-        if self.kept:
-            self.write(module, self.kept)
-            self.kept = []
+        self.write(module, self.kept)
+        self.kept = []
 
 
 class Faults(pl.Callback):
