@@ -66,6 +66,7 @@ from hyperpod_plugins.recovery.state_transfer import hyperparameters, load_hyper
 from hyperpod_plugins.recovery.undo import (
     CAN_RESET,
     Buffers,
+    OutsideWrites,
     StepStart,
     drop_gradients,
     end_iteration,
@@ -76,6 +77,15 @@ _Log = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A batch, and arguments of Lightning's `log` in its hooks."""
 SaveForRecovery = Callable[[dict[str, Any], str, bool, tuple[StateParts, Mapping[int, dict[str, Any]]] | None], str]
 """See `HyperPodStrategy._save_for_recovery`."""
+
+WITHIN_WINDOW = (
+    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
+    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
+    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
+    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
+    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
+    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
+)
 
 
 class ModuleStart:
@@ -194,7 +204,7 @@ class AccumulationWindow:
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
-            self._beginning.written, self._beginning.batches = former._beginning.written, former._beginning.batches
+            self._beginning.take_known(former._beginning)
             restore(self._logged(), "log")
             self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
@@ -232,6 +242,11 @@ class AccumulationWindow:
         return trainer.accumulate_grad_batches != 1 and not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     @property
+    def outside(self) -> OutsideWrites:
+        """The parameters at the beginning of `part`."""
+        return self._beginning.outside
+
+    @property
     def is_told_to_end(self) -> bool:
         """Whether this process has received SIGTERM."""
         return self._trainer.received_sigterm
@@ -266,6 +281,7 @@ class AccumulationWindow:
             self._local.begin_part(steps_done(self._trainer))
             begun = describe_part_start(self._trainer, part, self._means.forms(), self.shown_values())
             self.part = PartStart(begun, copy.deepcopy(self._local.state()), self._module_start())
+            self._beginning.outside.begin()
 
     @property
     def _may_hooks_write(self) -> bool:
@@ -329,6 +345,7 @@ class AccumulationWindow:
         """End a part that all ranks have run: keep its changes, unless it lies inside a window."""
         if self.is_empty:
             self._hooks.end_part()
+            self._beginning.outside.end()
             self.part = None
 
     def note_fetched(self) -> None:

@@ -23,7 +23,12 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
-from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow, PartStart, SaveForRecovery
+from hyperpod_plugins.lightning.accumulation_window import (
+    WITHIN_WINDOW,
+    AccumulationWindow,
+    PartStart,
+    SaveForRecovery,
+)
 from hyperpod_plugins.lightning.callback_states import RankLocalCallbacks
 from hyperpod_plugins.lightning.checkpoint_calls import CheckpointCalls
 from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException, Trainer, TrainerStatus
@@ -104,15 +109,6 @@ from hyperpod_plugins.recovery.rng import (
 from hyperpod_plugins.recovery.state_transfer import load_hyperparameters
 
 log = logging.getLogger(__name__)
-
-WITHIN_WINDOW = (
-    "a collective was called between the micro-steps of one optimizer step (accumulate_grad_batches), in a hook such "
-    "as on_train_batch_end, a callback, a loader or self.log(..., sync_dist=True) there. If a process is lost in the "
-    "second or a later micro-step, the other ranks cannot run the step again in place, because they would not call "
-    "that collective again when the replacement does: all ranks return to a snapshot, or restart from the last "
-    "checkpoint. To avoid this, communicate in training_step, or after the last micro-step of a step. "
-    "ModelCheckpoint(train_time_interval=...) communicates after each batch."
-)
 
 
 class NullFitRecovery:
@@ -541,8 +537,8 @@ class FitRecovery(NullFitRecovery):
         own = b"" if returned is not None else self.window.capture_state_outside_step(part)
         has_ended, self._left_at_part_end = self._left_at_part_end and bool(own), False
         after = self.window.capture_state_outside_step(None) if has_ended else b""
-        if not has_ended:
-            self._put_back(part)
+        if not (has_ended or self._put_back(part)):
+            self.transaction.mark_state_lost(self.window.outside.WHY_LOST)
         description = self.engine.stop_state(
             self.window,
             returned,
@@ -669,16 +665,18 @@ class FitRecovery(NullFitRecovery):
         else:
             if part_of(began) == EVALUATION_BEGIN:
                 self.trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(self.trainer.lightning_module)
-            self._put_back(ended.part)
+            if not self._put_back(ended.part):
+                self.member.restart_all(StateLost(self.window.outside.WHY_LOST))
 
-    def _put_back(self, part: PartStart | None) -> None:
-        """Restore callbacks and buffers to the beginning of a part, which is run again."""
+    def _put_back(self, part: PartStart | None) -> bool:
+        """Restore what hooks of a part may have written, if that is possible; it is run again."""
         self._hooks.put_back(self.trainer)
         self._hooks.end_part()
         if part is not None:
             self._calls.note_written()
             put_back_last_saves(self.trainer, part.trainer)
             part.module.put_back()
+        return part is None or self.window.outside.put_back()
 
     @property
     @override
@@ -769,9 +767,11 @@ class FitRecovery(NullFitRecovery):
         if self.trainer.training:
             self.window.begin_batch()
             self._start_stream(self._next_step, self.window.num_micro_steps, BATCH)
-        elif self._is_keyed:
-            self._start_stream(self._next_step, self._num_evaluated, EVALUATION)
-            self._num_evaluated += 1
+        else:
+            self.window.outside.notice()
+            if self._is_keyed:
+                self._start_stream(self._next_step, self._num_evaluated, EVALUATION)
+                self._num_evaluated += 1
 
     @property
     def _next_step(self) -> int:

@@ -378,12 +378,31 @@ def _write(value: Any, contents: Any) -> None:
 # For another process: types are named, so that it gets the same ones.
 
 
-def encoded(value: Any, names: Mapping[int, tuple[Any, ...]]) -> Any:
+def parameter_forms(names: Mapping[int, tuple[nn.Parameter, str]], cls: str) -> dict[Any, tuple[Any, ...]]:
+    """The forms that stand for parameters, by `id`, and by the layout of those that are DTensors.
+
+    Args:
+        names: parameters and their names, by `id`.
+        cls: name of their class in these forms.
+    """
+    forms: dict[Any, tuple[Any, ...]] = {}
+    for key, (parameter, name) in names.items():
+        forms[key] = form = ("object", name, cls)
+        if isinstance(parameter, DTensor):
+            forms.setdefault(_layout_of(parameter), form)
+    return forms
+
+
+def _layout_of(value: DTensor) -> tuple[Any, ...]:
+    return value.device_mesh, value.placements, value.shape
+
+
+def encoded(value: Any, names: Mapping[Any, tuple[Any, ...]]) -> Any:
     """A form of plain containers and tensors on the CPU, which keeps the types.
 
     Args:
         value: of an attribute.
-        names: by `id`, the forms of objects that are sent by themselves.
+        names: by `id`, the forms of objects that are sent by themselves; of parameters, as in `parameter_forms`.
     """
     kind = type(value)
     if kind in SCALARS or value is OWN:
@@ -396,7 +415,9 @@ def encoded(value: Any, names: Mapping[int, tuple[Any, ...]]) -> Any:
         copied = local_tensor(value).detach().cpu().clone()
         if kind is nn.Parameter:
             return "parameter", copied, value.requires_grad
-        return "tensor" if kind is torch.Tensor else "part", copied
+        if kind is DTensor:
+            return "part", copied, names.get(_layout_of(value))
+        return ("tensor", copied, True) if value.requires_grad and value.is_leaf else ("tensor", copied)
     if kind is np.ndarray:
         return "array", torch.from_numpy(value.reshape(-1).copy()), value.shape
     if kind not in CONTAINERS:
@@ -420,10 +441,10 @@ def decoded(form: Any, object_of: Callable[[str, str], Any]) -> Any:
     match form:
         case ("object", str(name), str(cls)):
             return object_of(name, cls)
-        case ("tensor", torch.Tensor() as value):
-            return value
-        case ("part", torch.Tensor() as value):
-            return Shard(value)
+        case ("tensor", torch.Tensor() as value, *needs_grad):
+            return value.requires_grad_(bool(needs_grad) and value.is_floating_point())
+        case ("part", torch.Tensor() as value, like):
+            return _laid_out_like(decoded(like, object_of), value)
         case ("parameter", torch.Tensor() as value, bool(needs_grad)):
             return nn.Parameter(value, needs_grad and value.is_floating_point())
         case ("array", torch.Tensor() as value, tuple(shape)):
@@ -442,6 +463,15 @@ def decoded(form: Any, object_of: Callable[[str, str], Any]) -> Any:
             return deque(inner, more) if name == "deque" else kind(inner)
         case _:
             return form
+
+
+def _laid_out_like(parameter: object, local: torch.Tensor) -> DTensor | Shard:
+    """This rank's part of a DTensor that another process has laid out as it has this parameter."""
+    if not isinstance(parameter, DTensor) or parameter.to_local().shape != local.shape:
+        return Shard(local)
+    spec: Any = parameter._spec
+    local = local.to(parameter.to_local().device)
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def is_own(form: Any) -> bool:
@@ -474,19 +504,16 @@ def filled(present: Any, value: Any, is_elsewhere: Callable[[object], bool]) -> 
 def _filled_array(present: Any, value: Any) -> Any:
     """Like `filled`, for a tensor or array."""
     if isinstance(value, Shard):
-        if type(present) is not DTensor or not _have_same_form(present, value.local):
-            raise CheckpointMismatch("the state of one rank has a part of a DTensor, which this process has not made")
-        _write(present, value.local)
-        return present
+        if type(present) is DTensor and _have_same_form(present, value.local):
+            _write(present, value.local)
+            return present
+        raise CheckpointMismatch("the state of one rank has a part of a DTensor, which this process has not made")
     if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-        needs_grad = type(present) is torch.Tensor and present.requires_grad
-        if (
-            _is_writable(present)
-            and _have_same_form(present, value)
-            and type(value) is type(present)
-            and not needs_grad
-        ):
-            _write(present, value)
+        is_alike = type(value) is type(present) and (
+            type(present) is nn.Parameter or (present.requires_grad == value.requires_grad and present.is_leaf)
+        )
+        if is_alike and _is_writable(present) and _have_same_form(present, value):
+            _write(present, local_tensor(value))
             return present
         return value.to(local_tensor(present).device) if type(value) is torch.Tensor else value
     if isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and _is_plain_array(present):

@@ -54,6 +54,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     is_own,
     is_same,
     num_entries,
+    parameter_forms,
     restore_contents,
     text_of,
 )
@@ -373,7 +374,7 @@ class PlainAttributes:
         for each in absent:  # objects that are one here, and two in the other process, have been written to twice
             self._reset(*each)
         self._held = loading.all()  # with what was made
-        names = self._parameter_forms() | {
+        names = self._parameter_forms | {
             id(held.value): ("object", name, _name_of(type(held.value))) for name, held in self._held.items()
         }
         for table, key, form in given:
@@ -464,9 +465,7 @@ class PlainAttributes:
     def _note_parameters(self) -> None:
         self._are_parameters_known = True
         self._parameters = {} if self._model is None else parameters_by_id(self._model)
-
-    def _parameter_forms(self) -> dict[int, tuple[Any, ...]]:
-        return {key: ("object", name, _PARAMETER) for key, (_, name) in self._parameters.items()}
+        self._parameter_forms = parameter_forms(self._parameters, _PARAMETER)
 
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""
@@ -617,10 +616,10 @@ class PlainAttributes:
             return False
         return type(value) is type(first)
 
-    def _forms(self) -> dict[int, tuple[Any, ...]]:
+    def _forms(self) -> dict[Any, tuple[Any, ...]]:
         """Of each object that another process has, or can make: the form that stands for it, by `id`."""
         roots = self._owners.keys()
-        return self._parameter_forms() | {
+        return self._parameter_forms | {
             id(each.value): ("object", name, _name_of(type(each.value)))
             for name, each in self._held.items()
             if name not in roots

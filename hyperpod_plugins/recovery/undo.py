@@ -27,6 +27,8 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 and later) can reset FSDP2's modules after an exception."""
 
 
+_FIRST_PARTS = 4
+"""Parts of a program outside of steps, as many as an epoch with an evaluation and the next one have."""
 _FIRST_STEPS = 8
 """First steps in which batches are copied and bit sums compared; the latter also in step 16, 32, 64, and so on."""
 _PIECE_SIZE = 2**13
@@ -186,6 +188,7 @@ class StepStart:
         self.parts: list[nn.Module] = []
         """All modules of the model."""
         self.batches = Batches()
+        self.outside = OutsideWrites(model)
         self.written: dict[int, torch.Tensor] = {}
         """Parameters that the program itself was found to write, by `id`."""
         self._above_bytes = above_bytes
@@ -209,6 +212,10 @@ class StepStart:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.is_open = False
         """Whether a step has begun and is not committed yet."""
+
+    def take_known(self, former: "StepStart") -> None:
+        """Know what another object for the same model has found, whose place this one takes."""
+        self.written, self.batches, self.outside = former.written, former.batches, former.outside
 
     def begin(self) -> None:
         """Remember the present state, and drop the gradients of parameters that no optimizer owns.
@@ -389,6 +396,65 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         inner = [attrgetter(field.name)(value) for field in fields(value)]
     for each in inner:
         yield from _tensors_in(each)
+
+
+class OutsideWrites:
+    """The parameters when a part of a program outside of steps began, which may have to be run again.
+
+    Hooks of an evaluation may write an average to them and put their values back at its end. Parameters are copied in
+    the first parts of a process, and in all later ones once a write was noticed. If the first write comes later, a
+    fault in that same part cannot be undone.
+    """
+
+    WHY_LOST = (
+        "a peer was lost when hooks of an evaluation, or of the end of an epoch or fit, had written parameters, which "
+        "the first ones did not do, so that there is no copy of what they were"
+    )
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the parameters of a model; nothing has begun yet."""
+        self._model = model
+        self._are_written = False
+        self._is_noticed = False
+        self._num_begun = 0
+        self._parameters: list[torch.Tensor] = []
+        self._sums: list[int] = []
+        self._copies: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """A part begins."""
+        self._is_noticed = False
+        reshard(self._model)  # an evaluation leaves parameters gathered
+        self._parameters = list(self._model.parameters())
+        self._sums = _sums_of_bits(self._parameters)
+        is_copied = self._are_written or self._num_begun < _FIRST_PARTS
+        self._copies = [local_tensor(each).clone() for each in self._parameters] if is_copied else []
+        self._num_begun += 1
+
+    def notice(self) -> None:
+        """Look for writes, once in a part, in the middle of it: at its end, the values may be back."""
+        if self._copies and not (self._are_written or self._is_noticed):
+            self._is_noticed, self._are_written = True, self._have_changed()
+
+    def end(self) -> None:
+        """The part has ended, and need not be run again."""
+        self._parameters, self._copies = [], []
+
+    def put_back(self) -> bool:
+        """Restore the parameters, and return whether they are those of the beginning."""
+        if not self._parameters:
+            return True
+        forget_iteration(self._model)  # an interrupted forward leaves parameters gathered
+        if not self._have_changed():
+            return True
+        self._are_written = True
+        with torch.no_grad():
+            for each, saved in zip(self._parameters, self._copies, strict=False):
+                local_tensor(each).copy_(saved)
+        return bool(self._copies)
+
+    def _have_changed(self) -> bool:
+        return _sums_of_bits(self._parameters) != self._sums
 
 
 def _sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:

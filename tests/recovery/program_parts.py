@@ -143,6 +143,29 @@ class CountsOwn(pl.Callback):
             self.calls[1] += 1
 
 
+class Swaps(pl.Callback):
+    """Has other values in the place of the parameters while validating."""
+
+    def __init__(self, *, past_versions):
+        self.kept, self.past_versions = [], past_versions
+
+    def write(self, module, values):
+        for parameter, value in zip(module.parameters(), values, strict=True):
+            if self.past_versions:
+                parameter.data.copy_(value)
+            else:
+                with torch.no_grad():
+                    parameter.copy_(value)
+
+    def on_validation_start(self, trainer, module):
+        self.kept = [each.detach().clone() for each in module.parameters()]
+        self.write(module, [each / 2 for each in self.kept])
+
+    def on_validation_end(self, trainer, module):
+        self.write(module, self.kept)
+        self.kept = []
+
+
 class Faults(pl.Callback):
     """`kind:rank:place:epoch`, each of which comes once in a job."""
 
@@ -339,6 +362,7 @@ def main(folder, text):
         callbacks=[
             *counts,
             own,
+            Swaps(past_versions=fit == "early"),
             *([stop, GradientAccumulationScheduler({0: 1, 2: 2})] if fit == "early" else []),
             scripted,
             CheckpointlessRecovery(),

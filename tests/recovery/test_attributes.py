@@ -12,11 +12,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from device import DEVICE
 from recovery.test_life import results
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_function
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
@@ -803,3 +806,39 @@ def test_a_thread_may_write_to_what_attributes_hold():
     finally:
         model.log.is_open = False
         thread.join()
+
+
+def test_tensors_that_are_trained_beside_the_model_stay_so():
+    """An optimizer of the program holds them: the same leaf gets other values, or a new one needs gradients, too."""
+    owner, other, lacking = Owner(), Owner(), Owner()
+    attributes, others, lackings = (PlainAttributes([("module", each)]) for each in (owner, other, lacking))
+    owner.scale = torch.full((1,), 3.0, requires_grad=True)
+    other.scale = held = torch.zeros(1, requires_grad=True)
+    sent = unpack(pack(attributes.state_dict()))
+    others.load_state_dict(sent)
+    lackings.load_state_dict(sent)
+    assert other.scale is held
+    for each in (held, lacking.scale):
+        assert (each.item(), each.requires_grad, each.is_leaf) == (3.0, True, True)
+
+
+def averages_from_another_process():
+    """A list of averages that only the sending process has made, as a callback does in its first hook."""
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(hybrid_shard_degree=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parallelize(model, build_mesh(config.topology(2), DEVICE), config)
+    owner, other = Owner(), Owner()
+    attributes, others = (PlainAttributes([("callback", each)], model=model) for each in (owner, other))
+    owner.averages = [each.detach() * 2 for each in model.parameters()]
+    others.load_state_dict(unpack(pack(attributes.state_dict())))
+    assert [each.placements for each in other.averages] == [each.placements for each in owner.averages]
+    return [
+        torch.equal(*(each.full_tensor() for each in pair)) for pair in zip(owner.averages, other.averages, strict=True)
+    ]
+
+
+@pytest.mark.spawns
+def test_a_list_of_averages_of_shards_reaches_a_process_that_has_none(run_ranks):
+    assert run_ranks(averages_from_another_process, world_size=2) == [[True] * 4] * 2

@@ -39,6 +39,7 @@ def test_hooks_that_are_interrupted_are_run_again_and_count_once(fit, faults, la
     faults = [fault for fault in faults if not fault.startswith("late:")]
     assert done == {f"done-{fault.replace(':', '-')}" for fault in faults}
     losses = [fault for fault in faults if not fault.startswith(("deaf:", "only"))]
+    assert disturbed == undisturbed
     assert text.count(" 0 steps lost") == len(losses), text[-8000:]
     assert disturbed == undisturbed
     assert undisturbed[0].items() >= last.items()

@@ -16,7 +16,7 @@ from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.recovery import undo
-from hyperpod_plugins.recovery.undo import StepStart, _sums_of_bits, drop_gradients, end_iteration
+from hyperpod_plugins.recovery.undo import OutsideWrites, StepStart, _sums_of_bits, drop_gradients, end_iteration
 
 
 def gathers_of_a_step(prepare, **options):
@@ -304,3 +304,29 @@ def test_buffers_of_modules_that_come_late_are_kept(where):
     kept.put_back()
     assert all(not buffer.any() for name, buffer in model.named_buffers() if "mean" in name)
     assert not any("another" in name for name, _ in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "write", [lambda p, v: p.detach().copy_(v), lambda p, v: p.data.copy_(v)], ids=["seen", "data"]
+)
+@pytest.mark.parametrize("num_earlier", [0, 9])
+@pytest.mark.parametrize("swaps_earlier", [False, True])
+def test_parameters_that_an_evaluation_has_written_are_put_back(write, num_earlier, swaps_earlier):
+    """They cannot be if many parts have left them alone before; that is told."""
+    model = nn.Linear(3, 3)
+    outside, begun = OutsideWrites(model), model.weight.detach().clone()
+    for _ in range(num_earlier):
+        outside.begin()
+        if swaps_earlier:
+            write(model.weight, begun + 1)
+            outside.notice()
+            write(model.weight, begun)
+        outside.end()
+    assert outside.put_back()  # no part has begun
+    outside.begin()
+    outside.notice()
+    assert outside.put_back()  # nothing was written
+    write(model.weight, begun + 1)
+    can_put_back = num_earlier == 0 or swaps_earlier
+    assert outside.put_back() == can_put_back
+    assert torch.equal(model.weight, begun) == can_put_back
