@@ -155,24 +155,18 @@ class Recipe:
         return model
 
     def plan(self) -> MemoryPlan:
-        """What a rank needs, from the model on the meta device.
-
-        `plan_memory` refuses context parallelism, so a rank's part of a sequence is planned as a sequence of its own.
-        What attention exchanges between ranks is left out.
-        """
+        """What a rank needs, from the model on the meta device."""
         with torch.device("meta"):
             model = self.build()
-        degree = self.config.context_parallel_degree
         micro_batch_size = self.training.micro_train_batch_size
         shape = TrainingShape(
             micro_batch_size=micro_batch_size,
-            sequence_length=-(-self.training.sequence_length // degree),
+            sequence_length=self.training.sequence_length,
             keeps_gradients=self.training.train_batch_size > micro_batch_size * self.topology.data_degree,
             has_snapshots=self.takes_snapshots,
         )
         world_size, per_node = self.trainer.num_nodes * self.trainer.devices, self.trainer.devices
-        config = replace(self.config, context_parallel_degree=1)
-        return plan_memory(model, config, shape, world_size=world_size, ranks_per_node=per_node)
+        return plan_memory(model, self.config, shape, world_size=world_size, ranks_per_node=per_node)
 
     def smoke(self, num_ranks: int = SMOKE_RANKS) -> "Recipe":
         """The same recipe with a small model, for a few CPU ranks: as many axes, and the same kinds of layers.
@@ -187,6 +181,7 @@ class Recipe:
             "tensor_parallel_degree": tensor_degree,
             "hybrid_shard_degree": shard_degree,
             "context_parallel_degree": context_degree,
+            "expert_parallel_degree": 2 if asked.expert_parallel_degree > 1 else 1,
         }
         policy = {"min_nodes": 1, "max_nodes": 1, "replica_increment_step": 1} if self.elastic_policy else {}
         return replace(

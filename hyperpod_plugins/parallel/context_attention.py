@@ -91,8 +91,11 @@ def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(gathered: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather flat tensors of all ranks into one, under the name that all supported versions of torch have."""
-    dist.all_gather_into_tensor(gathered, local, group=group)  # pyright: ignore[reportDeprecated]
+    """Gather flat tensors of all ranks into one."""
+    if hasattr(dist, "all_gather_single"):
+        dist.all_gather_single(gathered, local, group=group)
+    else:  # before torch 2.13
+        dist.all_gather_into_tensor(gathered, local, group=group)  # pyright: ignore[reportDeprecated]
 
 
 class _Exchange(torch.autograd.Function):

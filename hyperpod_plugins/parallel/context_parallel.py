@@ -49,8 +49,8 @@ _MIXES_DOCUMENTS = ("gpt_oss",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention:
-    """How attention of whole sequences is computed."""
+class ContextAttention:
+    """How attention of whole sequences is computed in a model of transformers."""
 
     kind: str
     """Of the heads of one rank: `sdpa` or `eager`."""
@@ -62,10 +62,18 @@ class _Attention:
         """Name under which transformers knows it."""
         return f"hyperpod_context_{self.kind}_{'heads' if self.exchanges_heads else 'keys'}"
 
+    @classmethod
+    def of(cls, config: Any, context_degree: int) -> "ContextAttention":
+        """Return the attention of a model with this configuration."""
+        heads = config.num_attention_heads, config.num_key_value_heads
+        kind = config._attn_implementation
+        return cls(kind=kind, exchanges_heads=kind == "sdpa" and shares_heads(context_degree, *heads))
+
 
 # The models' own functions ("eager") may read parameters of each head, such as sinks, from their module: no exchange.
 _ATTENTIONS = [
-    _Attention(kind=kind, exchanges_heads=heads) for kind, heads in (("sdpa", True), ("sdpa", False), ("eager", False))
+    ContextAttention(kind=kind, exchanges_heads=heads)
+    for kind, heads in (("sdpa", True), ("sdpa", False), ("eager", False))
 ]
 
 
@@ -84,7 +92,7 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
     if degree == 1:
         return
     is_own = any(getattr(part, _USES_CONTEXT, False) for part in model.modules())
-    found = [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    found = causal_language_models(model)
     if is_own == bool(found) or len(found) > 1:
         raise ConfigError(
             f"context_parallel_degree={degree} needs one causal language model of transformers, but "
@@ -102,6 +110,11 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
         vars(part)[DEGREES] = degrees
 
 
+def causal_language_models(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that are causal language models of transformers."""
+    return [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+
+
 def context_degree_of(model: nn.Module) -> int:
     """Return the number of ranks that the sequences of a model are split over."""
     held: list[ContextDegrees] = [vars(part)[DEGREES] for part in model.modules() if DEGREES in vars(part)]
@@ -113,12 +126,7 @@ def _split_language_model(model: Any, root: nn.Module, degrees: ContextDegrees) 
 
     kind: Any = type(model)
     check_split_model(model, root, kind.loss_function.__get__(model))
-    config = model.config
-    heads = config.num_attention_heads, config.num_key_value_heads
-    attention = _Attention(
-        kind=config._attn_implementation,
-        exchanges_heads=config._attn_implementation == "sdpa" and shares_heads(degrees.context_degree, *heads),
-    )
+    attention = ContextAttention.of(model.config, degrees.context_degree)
     _register()
     choosing: list[Any] = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) or "is_causal" in vars(part)
@@ -189,7 +197,7 @@ class LogitsOfPart(UnusableLogits):
 class _SplitForward:
     """What happens before and after the forward of a language model."""
 
-    def __init__(self, degrees: ContextDegrees, attention: _Attention, kind: Any) -> None:
+    def __init__(self, degrees: ContextDegrees, attention: ContextAttention, kind: Any) -> None:
         self._degrees, self._attention, self._kind = degrees, attention, kind
         self._signature = inspect.signature(kind.forward)
 
@@ -326,7 +334,7 @@ def _register() -> None:
 
 @_disable_dynamo
 def _mask(
-    attention: _Attention,
+    attention: ContextAttention,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -360,7 +368,7 @@ def _mask(
             f"asks for another mask ({getattr(mask_function, '__qualname__', mask_function)})."
         )
     is_whole = sequences.documents is None and sequences.padding is None
-    if layout.exchanges_heads and is_whole and not _is_windowed(mask_function):
+    if layout.exchanges_heads and is_whole and not is_windowed(mask_function):
         return None
     if sequences.documents is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequences.positions, sequences.documents)
@@ -380,10 +388,10 @@ def _mask(
 def _is_plain_or_windowed(mask_function: Callable[..., Any]) -> bool:
     from transformers.masking_utils import causal_mask_function
 
-    return mask_function is causal_mask_function or _is_windowed(mask_function)
+    return mask_function is causal_mask_function or is_windowed(mask_function)
 
 
-def _is_windowed(mask_function: Any) -> bool:
+def is_windowed(mask_function: Any) -> bool:
     """Whether a mask is the one of transformers for causal attention within a window, recognized by its parts."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -397,7 +405,13 @@ def _is_windowed(mask_function: Any) -> bool:
 
 
 def _attention(
-    attention: _Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    attention: ContextAttention,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers over whole sequences.
 
@@ -444,7 +458,7 @@ def _attention(
             f"mask of its own, a cache, a bias ({', '.join(others) or 'none'}), or is not causal. Use "
             "context_parallel_degree=1."
         )
-    inner = _inner_attention(attention.kind, module)
+    inner = inner_attention(attention.kind, module)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return inner(module, query, key, value, mask, **kwargs)[0]
@@ -454,7 +468,8 @@ def _attention(
     return attend(compute, query, key, value, mask, layout, group, num_columns=num_columns), None
 
 
-def _inner_attention(kind: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
+def inner_attention(kind: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the attention of one process, `sdpa` or `eager`, for a layer of transformers."""
     if kind == "sdpa":
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

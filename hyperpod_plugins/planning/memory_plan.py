@@ -25,6 +25,7 @@ Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -42,11 +43,11 @@ from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
 from hyperpod_plugins.parallel.tensor_styles import SPLITS_PARAMETERS, keep_one_rank
+from hyperpod_plugins.planning.rank_part import plan_context_part, plan_expert_part
 from hyperpod_plugins.precision.float8 import convertible_linears
 from hyperpod_plugins.recovery.snapshot import COPIES
 
@@ -54,7 +55,6 @@ GIB = 2**30
 _FLOAT32, _BFLOAT16, _FLOAT8 = 4, 2, 1
 _SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 _FUSED = "hyperpod_plan"
-_NOT_PLANNED = ("context_parallel_degree", "expert_parallel_degree")
 _FRAGMENTATION = 0.05
 """Part of the device's memory that an allocator loses between blocks of different sizes."""
 
@@ -247,13 +247,14 @@ def plan_memory(
         world_size: Number of ranks.
         ranks_per_node: Ranks on a node; 0 for all.
         step: Computes the loss of a micro-batch of fake tensors; by default `model(input_ids=..., labels=...).loss`.
+            With context parallelism it is given the length of a rank's part of the sequences.
 
     Raises:
-        ConfigError: The step depends on values, so it cannot be run with fake tensors.
+        ConfigError: The step depends on values or uses an operation that fake tensors do not have, or context or
+            expert parallelism does not serve the model.
         DegreeError: The degrees do not fit the world.
-        NotBuiltYetError: `context_parallel_degree` or `expert_parallel_degree` is above 1.
+        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is none of transformers.
     """
-    refuse_degrees(config, _NOT_PLANNED, "the memory plan")
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
     tracked = _track_step(module, config, topology, training, step or _language_model_step)
@@ -274,7 +275,7 @@ def smallest_degrees(
 
     Args:
         model: See `plan_memory`.
-        config: Its degrees do not count.
+        config: Of its degrees, only those of context and expert parallelism count, which are kept.
         training: See `plan_memory`.
         world_size: Number of ranks.
         device_memory_gib: Memory of a device that a plan may take, in GiB.
@@ -283,15 +284,16 @@ def smallest_degrees(
 
     Raises:
         ConfigError: Nothing fits; the message has the plan with the largest degrees.
-        NotBuiltYetError: `context_parallel_degree` or `expert_parallel_degree` is above 1.
+        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is none of transformers.
     """
-    refuse_degrees(config, _NOT_PLANNED, "the memory plan")
     module = model if isinstance(model, nn.Module) else _built(model)
     plan = None
-    for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
-        split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=1)
+    inner = math.lcm(config.context_parallel_degree, config.expert_parallel_degree)  # inside the shard axis
+    tensor_degrees = _divisors(ranks_per_node or world_size, world_size) if inner == 1 else [1]
+    for tensor_degree in tensor_degrees:
+        split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=0)
         most = world_size // tensor_degree
-        for shard_degree in _divisors(most, most):
+        for shard_degree in (each for each in _divisors(most, most) if each % inner == 0):
             tried = replace(split, hybrid_shard_degree=shard_degree)
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
             try:
@@ -379,7 +381,12 @@ def _track_step(
         split = _split_as_one_rank(twin, config)
         if config.tensor_parallel_degree > 1 and config.sequence_parallel:
             _split_stream(twin, config, tracker)
-        _leave_masks_out(twin)
+        if config.context_parallel_degree > 1:
+            length = plan_context_part(twin, config.context_parallel_degree, training.sequence_length)
+            training = replace(training, sequence_length=length)
+        else:
+            _leave_masks_out(twin)
+        experts = plan_expert_part(twin, config)
         if options.mlp_tiles > 1:
             tile_mlps(twin, options.mlp_tiles, is_tried=False)
         offload = save_activation_memory(twin, options, cpu, UncountedPool(cpu, tracker))
@@ -389,7 +396,7 @@ def _track_step(
         for tensor in (*kept, *(each.grad for each in kept if each.grad is not None)):
             tracker.leave_out(tensor)
         keeps_results = training.keeps_gradients or config.param_offload
-        units = _Units(twin, config, topology, tracker, split, keeps_results=keeps_results)
+        units = _Units(twin, experts, config, topology, tracker, split, keeps_results=keeps_results)
         if topology.world_size > 1:
             units.watch()
         try:
@@ -400,8 +407,8 @@ def _track_step(
                 loss.backward()
         except (NotImplementedError, RuntimeError) as error:
             raise ConfigError(
-                f"a step of {type(model).__name__} depends on values, so it cannot be planned without them: "
-                f"{str(error).partition(chr(10))[0]}"
+                f"a step of {type(model).__name__} cannot be planned with fake tensors, which have no values and not "
+                f"all of torch's operations: {str(error).partition(chr(10))[0]}"
             ) from error
     return _TrackedStep(
         gathered=float(tracker.peak_added),
@@ -443,6 +450,7 @@ class _Units:
     def __init__(
         self,
         model: nn.Module,
+        experts: Collection[nn.Module],
         config: ParallelConfig,
         topology: Topology,
         tracker: TrackedMemory,
@@ -454,6 +462,7 @@ class _Units:
 
         Args:
             model: As one rank computes it.
+            experts: Layers of experts in it that are divided among ranks.
             config: Configuration of the plan.
             topology: Topology of the plan.
             tracker: To add to.
@@ -466,10 +475,15 @@ class _Units:
         self._size_of_reduction = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
         self._in_float8 = _gathered_in_float8(model, config)
         self._keeps = not config.reshard_after_forward
-        found = {id(block) for block in find_blocks(model, config.block_classes)}
-        self._units = [part for part in model.modules() if id(part) in found]
+        of_experts = {id(each) for part in experts for each in part.parameters()}
+        blocks = {id(block) for block in find_blocks(model, config.block_classes)}
+        self._experts = {id(part) for part in experts}
+        self._units = [part for part in _in_order_of_ends(model) if id(part) in blocks | self._experts]
         inside = {id(each) for unit in self._units for each in unit.parameters()}
-        self._parameters = {id(unit): list(unit.parameters()) for unit in self._units}
+        self._parameters = {
+            id(unit): [each for each in unit.parameters() if id(unit) in self._experts or id(each) not in of_experts]
+            for unit in self._units
+        }
         self._parameters[id(model)] = [each for each in model.parameters() if id(each) not in inside]
         self._gathered, self._arrived = set[int](), set[int]()
         self._waiting: dict[int, set[int]] = {}
@@ -504,7 +518,11 @@ class _Units:
         return parameter.numel() // (self._topology.tensor_degree if id(parameter) in self._split else 1)
 
     def _message_bytes(self, unit: nn.Module) -> int:
-        return self._num_bytes(unit) if self._topology.shard_degree > 1 else 0
+        return self._num_bytes(unit) if self._num_shards(unit) > 1 else 0
+
+    def _num_shards(self, unit: nn.Module) -> int:
+        """Number of ranks that the parameters of a unit on one rank are sharded over."""
+        return self._topology.shard_degree // (self._topology.expert_degree if id(unit) in self._experts else 1)
 
     def _receive(self, unit: nn.Module) -> None:
         if id(unit) not in self._gathered | self._arrived:
@@ -559,10 +577,17 @@ class _Units:
         self._reduced_message = num_trained * self._size_of_reduction
         self._tracker.add(self._reduced_message)
         self._tracker.add(-num_trained * self._size)  # copied
-        result = self._reduced_message // self._topology.shard_degree
+        result = self._reduced_message // self._num_shards(unit)
         self._tracker.add(result)
         if not self._keeps_results:
             self._tracker.add(-result)
+
+
+def _in_order_of_ends(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model in the order in which their forwards end, if their children run in order."""
+    for child in model.children():
+        yield from _in_order_of_ends(child)
+    yield model
 
 
 def _gathered_in_float8(model: nn.Module, config: ParallelConfig) -> set[int]:

@@ -1,0 +1,151 @@
+"""What one rank computes of a step that it shares with others, for plans of memory.
+
+The exchanges of context and expert parallelism run as they do in training, in a group that sends nothing, so that they
+allocate the same tensors.
+"""
+
+# Configurations of transformers have private fields and no common type.
+# pyright: reportPrivateUsage=false
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyperpod_plugins.errors import NotBuiltYetError
+from hyperpod_plugins.memory.chunked_loss import derived_class
+from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend
+from hyperpod_plugins.parallel.context_checks import check_split_model
+from hyperpod_plugins.parallel.context_parallel import (
+    ContextAttention,
+    causal_language_models,
+    inner_attention,
+    is_windowed,
+)
+from hyperpod_plugins.parallel.expert_exchange import Routes, compute_with_experts
+from hyperpod_plugins.parallel.expert_parallel import find_experts
+
+_PLANNED = "hyperpod_plan_context"
+
+
+class SilentGroup(dist.ProcessGroup):
+    """A group whose collectives change nothing: of their results only the memory counts."""
+
+    def __init__(self, size: int) -> None:
+        """Be rank 0 of so many."""
+        super().__init__(0, size)  # pyright: ignore[reportCallIssue]: torch's stub lacks this constructor
+
+    def all_to_all_single(self, *_: Any, **__: Any) -> Any:
+        """Receive nothing; nobody waits for it."""
+
+    def all_gather_single(self, *_: Any, **__: Any) -> Any:
+        """Receive nothing; nobody waits for it."""
+
+    alltoall_base = all_to_all_single  # in older versions of torch
+    _allgather_base = all_gather_single
+
+
+def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
+    """Have the attention of a model allocate what it does on a rank of a context group.
+
+    The rank's part of a sequence is a sequence of its own for all that treats each token alone.
+
+    Args:
+        model: contains a causal language model of transformers; it is changed.
+        degree: number of ranks that share a sequence.
+        length: of the sequences.
+
+    Returns:
+        The length of a rank's part.
+
+    Raises:
+        ConfigError: context parallelism does not serve the model.
+        NotBuiltYetError: the model uses a `SequenceContext`.
+    """
+    found = causal_language_models(model)
+    if len(found) != 1:
+        raise NotBuiltYetError(
+            f"context_parallel_degree={degree} is not served yet by the memory plan of {type(model).__name__}, which "
+            f"contains {len(found)} causal language models of transformers. Plan with context_parallel_degree=1 and a "
+            "rank's part of the sequence: what attention exchanges is then missing."
+        )
+    language_model: Any = found[0]
+    check_split_model(language_model, model, type(language_model).loss_function.__get__(language_model))
+    attention = ContextAttention.of(language_model.config, degree)
+    layout = SequenceLayout.of(length, degree, exchanges_heads=attention.exchanges_heads)
+    _register(attention, layout, SilentGroup(degree))
+    for part in language_model.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = _PLANNED
+    return layout.local_length
+
+
+def _register(attention: ContextAttention, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    rows = layout.length if layout.exchanges_heads else layout.local_length
+
+    def compute_attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        inner = inner_attention(attention.kind, module)
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return inner(module, query, key, value, mask, **kwargs)[0]
+
+        return attend(compute, query, key, value, mask, layout, group), None
+
+    def make_mask(*_: Any, mask_function: Any = None, dtype: torch.dtype = torch.float32, **__: Any) -> Tensor | None:
+        if layout.exchanges_heads and not is_windowed(mask_function):
+            return None
+        return torch.empty(1, 1, rows, layout.length, dtype=torch.bool if attention.kind == "sdpa" else dtype)
+
+    AttentionInterface.register(_PLANNED, compute_attention)
+    AttentionMaskInterface.register(_PLANNED, make_mask)
+
+
+def plan_expert_part(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
+    """Leave each layer of experts one rank's experts, which compute as many rows as the rank sends.
+
+    That is the mean over the ranks; where a router prefers some experts, the ranks that hold them compute more.
+
+    Args:
+        model: without values; it is changed.
+        config: of the plan.
+
+    Returns:
+        The layers of experts, which FSDP2 shards as units of their own.
+
+    Raises:
+        ConfigError: expert parallelism does not serve the model.
+        DegreeError: the degree does not divide the number of experts.
+        NotBuiltYetError: the experts are computed by a library that is not served yet.
+    """
+    found, degree = find_experts(model, config), config.expert_parallel_degree
+    for part in found.values():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            own = parameter.detach().new_empty((len(parameter) // degree, *parameter.shape[1:]))
+            part.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        layer: Any = part
+        layer.num_experts //= degree
+        _exchange_rows(part, SilentGroup(degree))
+    return list(found.values())
+
+
+def _exchange_rows(part: nn.Module, group: dist.ProcessGroup) -> None:
+    kind: Any = type(part)
+
+    def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
+        each, more = divmod(expert_index.numel(), group.size())
+        sizes = [each + (rank < more) for rank in range(group.size())]
+        order = torch.argsort(expert_index.reshape(-1), stable=True)
+        routes = Routes(group=group, num_choices=expert_index.shape[-1], order=order, sent=sizes, received=sizes)
+
+        def compute(rows: Tensor, experts: Tensor) -> Tensor:
+            return kind.forward(self, rows, experts[:, None], torch.ones_like(rows[:, :1]))
+
+        return compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order))
+
+    part.__class__ = derived_class(kind, {"forward": forward})
