@@ -1,4 +1,4 @@
-"""Real ranks for tests: forked from a server that has torch imported, with a deadline and a log for each.
+"""Real ranks for tests: forked from a server that has imported torch and this package, with a deadline and a log each.
 
     results = run_ranks(train, world_size=4, num_steps=10)     # results[r] is what train returned on rank r
 
@@ -34,6 +34,9 @@ _PRELOAD = [
     "torch._dynamo",  # the first step of an optimizer imports it
     "lightning.pytorch",
     "transformers.models.llama.modeling_llama",
+    "hyperpod_plugins.lightning",  # and most others; half a second of each rank otherwise
+    "hyperpod_plugins.session",
+    "hyperpod_plugins.accelerate",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
