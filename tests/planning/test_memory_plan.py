@@ -239,6 +239,7 @@ def test_models_that_are_split_by_the_classes_of_their_blocks_are_planned(config
     assert split.activations < 0.9 * whole.activations
 
 
+@pytest.mark.slow_single
 def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
     """The peak is in backward of the middle block, with whose parameters those of the first have been gathered."""
 
@@ -259,6 +260,7 @@ def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
     assert gathered(False, width=24) == gathered(True, width=24)  # sides that are no multiples of 16
 
 
+@pytest.mark.slow_single
 def test_the_smallest_degrees_that_fit():
     llama = transformers.LlamaConfig(  # of 8 billion parameters
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

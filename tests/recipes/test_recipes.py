@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,17 +48,25 @@ def built_on_meta(recipe):
         return recipe.build()
 
 
+@cache
+def plan_of(name):
+    from recipe import Recipe
+
+    return Recipe.read(FOLDER / f"{name}.yaml").plan()
+
+
 def test_there_is_one_for_each_model():
     assert [path.stem for path in PATHS] == sorted(SIZES)
 
 
+@pytest.mark.slow_single
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_the_plan_of_a_rank_fits_its_device(path):
     from recipe import Recipe
 
     recipe = Recipe.read(path)
     assert all(parameter.is_meta for parameter in built_on_meta(recipe).parameters())
-    plan = recipe.plan()
+    plan = plan_of(path.stem)
     print(f"\n{path.stem}: {recipe.topology}\n  GiB of each rank: {plan}")
     assert plan.num_parameters == SIZES[path.stem]
     assert (plan.num_trained < plan.num_parameters) == (recipe.run == "lora")
@@ -73,11 +82,10 @@ def test_the_plan_of_a_rank_fits_its_device(path):
     assert ("snapshots" in str(plan)) == has_one_replica
 
 
+@pytest.mark.slow_single
 def test_the_plan_of_llama_3_8b_by_hand():
     """Against a calculation with the published sizes: layers of 218,112,000 parameters, two matrices of 525,336,576."""
-    from recipe import Recipe
-
-    plan = Recipe.read(FOLDER / "llama3_8b.yaml").plan()
+    plan = plan_of("llama3_8b")
     root = 2 * 525_336_576 + 4096  # the logits are the peak: of the blocks, only the last one's message is there
     assert plan.gathered == pytest.approx(2 * (root + 218_112_000), rel=0.01)
     tokens, hidden = 8192, 4096
