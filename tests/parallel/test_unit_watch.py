@@ -412,3 +412,56 @@ def test_micro_steps_of_mixed_precision_may_use_different_parameters(run_ranks):
         assert none is None
         assert both[0] == second[0] == first[0] == torch.float32
         torch.testing.assert_close(both[1], first[1] + second[1], rtol=0.02, atol=0.02)
+
+
+def train_before_a_critic(is_frozen):
+    """Gradients flow through a network that no optimizer has: what is kept and sent, and what ranks are told."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, gather_trace, parallelize, unit_watch
+    from hyperpod_plugins.parallel.unit_watch import _watches_of
+
+    gather_trace._NUM_CHECKED, unit_watch._NUM_CHECKED_EVENTS, unit_watch._EVERY = 8, 8, 4
+    dist.init_process_group("hyperpod")
+    rank = dist.get_rank()
+    config = ParallelConfig(block_classes=("Sequential",))
+    model, critic = (parallelize(Routed("late"), build_mesh(config.topology(2), DEVICE), config) for _ in range(2))
+    critic.requires_grad_(not is_frozen)
+    (watch,) = _watches_of(critic)
+    optimizer, calls, lengths, sent = torch.optim.SGD(model.parameters(), lr=0.05), [], [], []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **more: calls.append(more.get("op")) or all_reduce(*args, **more)
+
+    def step():
+        calls.clear()
+        x = batch_of(0)[2 * rank :][:2]
+        critic(x + 0.01 * model(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths.append(len(watch.trace) + sum(len(each._events) for each in watch.without_gradients.values()))
+        sent.append(calls.count(dist.ReduceOp.MAX))
+
+    for _ in range(20):
+        step()
+    shard = optimizer.param_groups[0]["params"][-1]
+    weight = shard.to_local().detach().clone()
+    try:
+        for number in range(20):
+            if number == 1:  # units of one size: without the check, shards of both would be joined
+                critic.kind = "experts"
+            step()
+            weight = shard.to_local().detach().clone()
+    except UnitsDiffer as error:
+        told = str(error)
+    else:
+        told = ""
+    return lengths[:20], sent[4:20], number, told, torch.equal(weight, shard.to_local())
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_network_that_no_optimizer_has(run_ranks, is_frozen):
+    for lengths, sent, number, told, is_unchanged in run_ranks(train_before_a_critic, is_frozen, world_size=2):
+        assert max(lengths) < 20, lengths
+        assert max(sent) <= 3, sent  # it gathers five times and more
+        assert "ranks ran different modules" in told
+        assert number == 1 or not is_frozen
+        assert is_unchanged
