@@ -39,6 +39,7 @@ from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
+from hyperpod_plugins.session.parameter_reads import NUM_WATCHED, ParameterReads
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, end_process
@@ -333,6 +334,8 @@ class Loop:
         self._step: Step | None = None
         self._num_bodies = 0
         """Number of steps whose body this process has run to its end."""
+        self._reads: ParameterReads | None = None
+        """What the present block has read before its step, while that is watched."""
 
     @property
     def has_recovery(self) -> bool:
@@ -503,6 +506,26 @@ class Loop:
     def seed(self, step: Step, part: str) -> None:
         """Start the random stream of a part of the step's body."""
         self._computation.seed(step.index, self._context, part)
+
+    def begin_block(self, step: Step) -> None:
+        """Begin a step's block: watch what it reads at first, and where it runs again after a fault."""
+        is_repeated = step.is_replay or self._trained.was_begun
+        if self.has_recovery and (is_repeated or self._num_bodies < NUM_WATCHED):
+            self._reads = ParameterReads(self._trained.model)
+            self._reads.open()
+
+    def end_block(self) -> None:
+        """End the part of a block that precedes the step, if it has not ended."""
+        if self._reads is not None:
+            self._reads.close()
+        self._reads = None
+
+    def check_reads(self) -> None:
+        """End that part, and refuse a block that has computed with trained parameters in it."""
+        reads = self._reads
+        self.end_block()
+        if reads is not None:
+            reads.check()
 
     def begin_rest(self, step: Step) -> None:
         """Begin the rest of a step's body, which a process may repeat that has not computed the step."""

@@ -143,7 +143,7 @@ class Session:
         **options: Any,
     ) -> None:
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
-        self._recovery = (recovery or RecoveryOptions()).of_session
+        self._recovery = recovery or RecoveryOptions()
         self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)

@@ -166,6 +166,34 @@ def test_all_that_a_body_writes_counts_once(faults, options, tmp_path):
     assert_equal(wanted, found, 4)
 
 
+@pytest.mark.parametrize(
+    ("faults", "session"),
+    [
+        pytest.param([["compute", 5, 1, "kill"], ["between", 11, 0, "kill"]], {}, id="each shard once"),
+        pytest.param(
+            [["begun", 6, 0, "kill"], ["begun", 6, 1, "kill"], ["between", 13, 1, "kill"], ["between", 13, 0, "kill"]],
+            {"hybrid_shard_degree": 1},
+            id="all replicas at once",
+        ),
+    ],
+)
+def test_what_a_body_reads_before_its_step_after_a_return_to_a_snapshot(faults, session, tmp_path):
+    options = {"session": session}
+    wanted = run(tmp_path / "wanted", "reads", options=options, num_ranks=2)
+    found = run(tmp_path / "found", "reads", faults, options=options, num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    assert_equal(wanted, found, 2)
+    assert "return to the snapshot" in found.output
+
+
+def test_a_body_that_compares_a_parameter_before_and_after_its_step_is_refused(tmp_path):
+    """Where the rest of the body is repeated, only the parameters after the step are known."""
+    job = run(tmp_path, "compares", num_ranks=2)
+    assert job.code == 1
+    assert "computes with 0.bias before step.run" in job.output
+    assert "moved" not in job.output
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_parameters_that_a_body_writes_before_the_step(after, tmp_path):
     """They are put back; if the body writes to parameters after the step, too, all ranks return to a snapshot."""
