@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
-from hyperpod_plugins.errors import LoopError, PeerLost
+from hyperpod_plugins.errors import LoopError, PeerLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck, gradient_flag
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
@@ -520,12 +520,22 @@ class Loop:
             self._reads.close()
         self._reads = None
 
-    def check_reads(self) -> None:
-        """End that part, and refuse a block that has computed with trained parameters in it."""
+    def check_reads(self, step: Step) -> None:
+        """End that part, and look at the parameters with which it has computed; see `parameter_reads`.
+
+        Raises:
+            LoopError: it has written to them, too.
+            PeerLost: only the rest of the body is to be repeated, and they are later ones: another try begins earlier.
+        """
         reads = self._reads
         self.end_block()
-        if reads is not None:
-            reads.check()
+        if reads is None:
+            return
+        if step.is_replay and reads.of_trained:
+            raise self.transactions.lose_state(
+                f"its body computes with {format_list(reads.of_trained)} before the step, and runs again after it"
+            )
+        reads.check()
 
     def begin_rest(self, step: Step) -> None:
         """Begin the rest of a step's body, which a process may repeat that has not computed the step."""

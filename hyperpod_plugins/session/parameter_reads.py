@@ -1,10 +1,11 @@
-"""Refuses a body that computes with trained parameters before its step.
+"""Finds bodies that compute with parameters before their step.
 
-[Note: parameters before a step] Where a body runs again, in a replacement or after a return to a snapshot, everything
-else is put back first to what it was as the body began. Parameters are not: they are those of the step, which follow
-what precedes it in the body, or even those after the step, where only the rest of the body is to be repeated. What a
-body writes to them before the step is put back as the step begins, so that it counts once. But what it computes with
-them, and uses in the step or after it, would differ from the first time.
+[Note: parameters before a step] Where a body runs again, everything else is put back first to what it was as the body
+began. Parameters are not. In a replacement, or after a return to a snapshot, they are those of the step: what precedes
+it in the body has written to them. These writes are put back as the step begins, so that they count once; but a body
+that also computes with what it has written would compute something else, and is refused. Where only the rest of a body
+is to be repeated, all parameters are those after the step; a body that computes with trained ones before it may use
+that in the rest, so all ranks return to a snapshot, or to a checkpoint, and run the step again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,21 +66,24 @@ class ParameterReads(TorchFunctionMode):
         for mode in reversed(above):
             torch.overrides._push_mode(mode)  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def of_trained(self) -> list[str]:
+        """Names of the trained parameters that were read."""
+        return sorted(self._read & self._trained)
+
     def check(self) -> None:
         """Refuse what was noted.
 
         Raises:
-            LoopError: a parameter was read that is trained, or that was written as well.
+            LoopError: a parameter was both written and read.
         """
-        found = sorted(self._read & (self._trained | self._written))
-        if found:
+        both = sorted(self._read & self._written)
+        if both:
             raise LoopError(
-                f"the body of a step computes with {format_list(found)} before step.run(...). Where the body runs "
-                "again after a fault, these parameters may be those after the step, or after what the body has written "
-                "to them, so it would compute something else. Do this after step.run(...), where they are those with "
-                "which the next step begins, or in the function that is given to it; to compare parameters before and "
-                "after a step, keep the former in an attribute of a module, or in an object that is given to "
-                "session.register_rank_local."
+                f"the body of a step writes to {format_list(both)} and also computes with it, before step.run(...). "
+                "Where the body runs again after a fault, it would compute with the values after that write. Do this "
+                "after step.run(...), in the same block, where all parameters are those with which the next step "
+                "begins, or in the function that is given to it."
             )
 
     @override

@@ -142,8 +142,8 @@ class StepRunner(Protocol):
         """End the part of the block that precedes `run`, if it has not ended."""
         ...
 
-    def check_reads(self) -> None:
-        """End that part, and refuse a block that has computed with trained parameters in it."""
+    def check_reads(self, step: "Step") -> None:
+        """End that part, and look at the parameters with which it has computed."""
         ...
 
     def seed(self, step: "Step", part: str) -> None:
@@ -257,7 +257,7 @@ class Step:
                 f"step {self.index}: call step.run(...) once, in the body of `with step:`. It was called "
                 + ("twice." if self._is_run else "outside.")
             )
-        self._loop.check_reads()
+        self._loop.check_reads(self)
         self._loop.guard.allow()
         if self.is_replay:
             self._loop.return_to_commit()

@@ -186,12 +186,30 @@ def test_what_a_body_reads_before_its_step_after_a_return_to_a_snapshot(faults, 
     assert "return to the snapshot" in found.output
 
 
-def test_a_body_that_compares_a_parameter_before_and_after_its_step_is_refused(tmp_path):
-    """Where the rest of the body is repeated, only the parameters after the step are known."""
-    job = run(tmp_path, "compares", num_ranks=2)
+def test_what_a_body_reads_before_its_step_and_uses_after_it(tmp_path):
+    """Where only the rest is repeated: a survivor and a replacement have what they had as the body began."""
+    options = {"session": {"hybrid_shard_degree": 2}}
+    faults = [["between", 0, 2, "kill"], ["between", 5, 1, "kill"], ["between", 9, 0, "kill"], ["begun", 13, 3, "kill"]]
+    wanted = run(tmp_path / "wanted", "reads", options=options)
+    found = run(tmp_path / "found", "reads", faults, options=options)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 4), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
+def test_a_body_that_compares_a_parameter_before_and_after_its_step(tmp_path):
+    """Where the rest of the body is to be repeated, only the parameters after the step are known: all return."""
+    faults = [["between", 4, 1, "kill"], ["between", 12, 0, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "compares"), run(tmp_path / "found", "compares", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 2), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+    assert "return to the snapshot" in found.output
+
+
+def test_a_body_that_computes_with_what_it_has_written_to_parameters_is_refused(tmp_path):
+    job = run(tmp_path, "normalizes", num_ranks=2)
     assert job.code == 1
-    assert "computes with 0.bias before step.run" in job.output
-    assert "moved" not in job.output
+    assert "writes to 0.bias and also computes with it, before step.run" in job.output
+    assert "has run a step" not in job.output
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -1,4 +1,4 @@
-"""Which bodies of steps count as computing with trained parameters before the step."""
+"""Which bodies of steps count as computing with parameters before the step."""
 
 import pytest
 import torch
@@ -35,9 +35,12 @@ READS = {
     "number": lambda net, _: net.bias[0].item(),
     "norm of all": lambda net, _: torch._foreach_norm([*net.parameters()]),
     "into another": lambda net, _: torch.zeros(3).copy_(net.bias),
-    "by its norm": lambda net, _: net.weight.div_(net.weight.norm()),
     "average": lambda net, teacher: teacher.weight.lerp_(net.weight, 0.1),
-    "the teacher after a write": lambda net, teacher: (teacher.weight.mul_(0.9), teacher(torch.ones(3))),
+}
+BOTH = {
+    "by its norm": lambda net, _: net.weight.div_(net.weight.norm()),
+    "forward": lambda net, _: (net.weight.data.mul_(0.9), net(torch.ones(3))),
+    "the teacher": lambda net, teacher: (teacher.weight.mul_(0.9), teacher(torch.ones(3))),
 }
 
 
@@ -53,18 +56,27 @@ def watch(body):
         reads.close()
     while torch._C._len_torch_function_stack() > depth:  # what the body has left
         torch.overrides._pop_mode()
-    reads.check()
+    return reads
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_body_that_only_writes(name):
-    watch(WRITES[name])
+    reads = watch(WRITES[name])
+    assert not reads.of_trained
+    reads.check()
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_body_that_computes_with_parameters(name):
-    with pytest.raises(LoopError, match=r"computes with (net|teacher)\.(weight|bias).* before step.run"):
-        watch(READS[name])
+def test_a_body_that_computes_with_trained_parameters(name):
+    reads = watch(READS[name])
+    assert {*reads.of_trained} & {"net.weight", "net.bias"}
+    reads.check()
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_body_that_computes_with_what_it_has_written(name):
+    with pytest.raises(LoopError, match=r"writes to (net|teacher).weight and also computes with it"):
+        watch(BOTH[name]).check()
 
 
 def test_a_mode_that_the_program_has_entered_meanwhile_stays():
