@@ -360,6 +360,7 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
         pytest.param("program_gallery.py", "optimizer_on_host", "forward,commit", id="a snapshot of host state"),
         pytest.param("program_gallery_session.py", "optimizer_on_host", "forward,commit", id="optimizer on the host"),
         pytest.param("program_gallery_accelerate.py", "parameters_on_host", "commit", id="parameters on the host"),
+        pytest.param("program_gallery_accelerate.py", "images", "save_state,forward", id="an Accelerator that saves"),
         pytest.param("program_gallery.py", "split_in_setup", "forward,batch_end,validation", id="random splits"),
         pytest.param("program_gallery.py", "registered_curriculum", "forward", id="a hook that reads an object"),
         pytest.param(
