@@ -16,7 +16,9 @@ before the step. So units are resharded when an optimizer is about to step on th
 
 [Note: gradients that are kept] While parameters are gathered, the program does not see the gradients of their shards:
 `model.zero_grad()` between forward and backward drops those of the other units only, and backward adds to the last
-step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place.
+step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place, or another unit, whose
+shards `zero_grad` sees, has kept its gradient as well: then the program adds up gradients over steps, as it does in one
+process.
 
 [Note: what a gradient must be] Backward computes the gradient of a gathered parameter for this rank's samples, and
 FSDP2 reduces it to the shard. A hook of the shard never runs, and one of the gathered parameter sees something else
@@ -188,6 +190,12 @@ def check_next_step(model: nn.Module) -> None:
                 watch.forget()
 
 
+def refuse_kept_gradients(model: nn.Module) -> None:
+    """Refuse steps on gradients that are added up over optimizer steps: no replacement would have them."""
+    for watch in _watches_of(model):
+        watch.keeps_no_gradients = True
+
+
 def reshard_gathered(model: nn.Module) -> None:
     """Reshard the units of a model that a forward without a backward has left gathered; cheap if there are none."""
     for watch in _watches_of(model):
@@ -209,6 +217,8 @@ class UnitTrace:
         """Number of upcoming steps that are compared while they run."""
         self.without_gradients: dict[dist.ProcessGroup, GatherTrace] = {}
         """What each group has gathered outside of `trace`."""
+        self.keeps_no_gradients = False
+        """Whether gradients that are added up over optimizer steps are refused."""
         self._shortened = b""
         """Digest of the events before `trace`, which were too many."""
         self._names = [name or "the root" for name, _ in units]
@@ -347,9 +357,14 @@ class UnitTrace:
         """Check gradients before an optimizer steps on `shards`, by `id`; see [Note: gradients that are kept]."""
         kept = [each for unit in self._units if unit.stays_gathered for each in unit.parameters]
         of_optimizer = [each for each in kept if id(each.shard) in shards]
+        others = (each for unit in self._units if not unit.stays_gathered for each in unit.parameters)
+        other = next((each for each in others if id(each.shard) in shards and each.shard.grad is not None), None)
+        old_others = [other.name] if other is not None and other.begin_update() else []
         old = [each.name for each in of_optimizer if each.begin_update()]
-        if old:
-            raise LoopError(_old_gradients_message(old))
+        if self.keeps_no_gradients and (old or old_others):
+            raise LoopError(f"{_old_gradients_message(old + old_others)} {_OF_REPLACEMENTS}")
+        if old and not old_others:
+            raise LoopError(f"{_old_gradients_message(old)} {_SUM_YOURSELF}")
 
     def reshard(self, shards: Container[int] | None = None) -> None:
         """Reshard the units that are gathered: all, or those whose shards are among `shards`, by `id`."""
@@ -670,3 +685,15 @@ def _old_gradients_message(names: Sequence[str]) -> str:
         "gathered parameters and not those with the gradients. Call optimizer.zero_grad() in each step, anywhere "
         "before backward."
     )
+
+
+_SUM_YOURSELF = (
+    "If gradients are to be added up over optimizer steps, keep the sum yourself, as here it looks the same as this "
+    "mistake: total.add_(parameter.grad) after backward, with a total made by torch.zeros_like(parameter), then "
+    "parameter.grad = total.clone() before the optimizer's step, and optimizer.zero_grad() after it."
+)
+_OF_REPLACEMENTS = (
+    "If they are to be added up over optimizer steps: a process that replaces a lost one would not have them. Keep the "
+    "sum in frozen parameters of the model instead, add to it before the optimizer's step, and let gradients be copies "
+    "of it there; or train without recovery (Lightning: CheckpointlessRecovery(enabled=False))."
+)

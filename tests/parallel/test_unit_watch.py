@@ -344,7 +344,13 @@ def drop_in_optimizer(model, optimizer):
     optimizer.zero_grad()
 
 
-DROPS = drop_nothing, drop_in_model, drop_in_place, drop_in_optimizer
+def drop_nothing_with_recovery(model, optimizer):
+    from hyperpod_plugins.recovery.undo import StepStart
+
+    StepStart(model, [optimizer])
+
+
+DROPS = drop_nothing, drop_in_model, drop_in_place, drop_in_optimizer, drop_nothing_with_recovery
 
 
 def drop_between_forward_and_backward():
@@ -369,23 +375,30 @@ def drop_between_forward_and_backward():
     return told
 
 
-@pytest.mark.spawns
-def test_gradients_that_were_dropped_while_their_parameters_were_gathered_are_not_added_to(run_ranks):
+def weight_of_one_process(drop):
     model = Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(NUM_STEPS):
         loss = model(batch_of(step)).square().mean()
-        optimizer.zero_grad()
+        drop(model, optimizer)
         loss.backward()
         optimizer.step()
+    return model.head.weight.detach()
+
+
+@pytest.mark.spawns
+def test_gradients_that_were_dropped_while_their_parameters_were_gathered_are_not_added_to(run_ranks):
+    """Those that a program adds up over its steps are, as in one process."""
     for told in run_ranks(drop_between_forward_and_backward, world_size=2):
-        for drop in (drop_nothing, drop_in_model):
-            step, text = told[drop.__name__]
-            assert step == 1
-            assert "head.weight" in text
-            assert "block" not in text
-        for drop in (drop_in_place, drop_in_optimizer):
-            torch.testing.assert_close(told[drop.__name__], model.head.weight.detach())
+        step, text = told["drop_in_model"]
+        assert step == 1
+        assert "head.weight" in text
+        assert "block" not in text
+        step, text = told["drop_nothing_with_recovery"]
+        assert step == 1
+        assert "a process that replaces a lost one would not have them" in text
+        for drop in (drop_nothing, drop_in_place, drop_in_optimizer):
+            torch.testing.assert_close(told[drop.__name__], weight_of_one_process(drop))
 
 
 def accumulate_in_bfloat16():
