@@ -356,6 +356,7 @@ class Transactions(PlainSteps):
             position = replace(position, is_begun=trained.was_begun and not position.after_commit)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
+            position = replace(position, local={})
         elif not is_ours and not trained.undo_body(position, local):
             self._transaction.mark_state_lost("the body of the step wrote to parameters for the first time")
         return self._set_entry(position, resume_point.step)
