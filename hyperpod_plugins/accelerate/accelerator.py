@@ -3,7 +3,7 @@
 # The steps of Accelerate's `prepare` are private and not meant to be overridden; see docs/design/accelerate.md.
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -88,6 +88,7 @@ class HyperPodAccelerator(Accelerator):
             )
         self._data_group: dist.ProcessGroup | None = None
         self._has_begun = False
+        self._reach: Callable[[str], object] = lambda phase: None
         if self._config.delayed_init:
             delay_transformers()
         if session is not None and plugin.non_finite != "auto":
@@ -121,6 +122,7 @@ class HyperPodAccelerator(Accelerator):
         finite = FiniteCheck(plugin.non_finite if session is None else "off", waits_anyway=is_free)
         self._check = FiniteStepCheck(finite, lambda: parameters_of(self._optimizers).values())
         if session is not None:
+            self._reach = session.reach
             session.when_moved(lambda: self._moved(session.topology))
             session.when_body_begins(lambda: self._body_begins(session))
 
@@ -292,6 +294,12 @@ class HyperPodAccelerator(Accelerator):
         )
         self._schedulers.append(prepared)
         return prepared
+
+    @override
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Save as Accelerate does; a rehearsed job may lose a rank as it begins."""
+        self._reach("save_state")
+        return super().save_state(output_dir, *args, **kwargs)
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class ResizableJob(Protocol):
         """Call `listener()` as the body of a step begins, or begins again."""
         ...
 
+    def reach(self, phase: str) -> None:
+        """Let a fault happen in a phase of a body, in a rehearsed job."""
+        ...
+
 
 def uses_cpu() -> bool:
     """Whether training runs on CPU: there is no GPU, or `accelerate launch` was told not to use GPUs."""

@@ -1,10 +1,12 @@
-"""Check that the ranks of a shard group gather the same FSDP2 units where no gradients are computed.
+"""Check that the ranks of a shard group gather the same FSDP2 units where no optimizer uses what they compute.
 
-That is in an evaluation, or in a forward without gradients in a step. As in a step's other gathers (see `unit_watch`),
-shards of different units of equal size would be joined without an error.
+That is in an evaluation, in a forward without gradients in a step, and in a network none of whose parameters is
+trained, such as that of a perceptual loss. As in a step's other gathers (see `unit_watch`), shards of different units
+of equal size would be joined without an error.
 
 [Note: where ranks compare] Replicas need not evaluate alike, so ranks compare in the group that gathers: before each
-of the first gathers, then after every 256, and at the end of a step. A gather waits for all ranks of its group, so all
+of the first gathers, then after every 256, and at the end of a step (of networks beside the trained one, only if
+gradients flow through them). A gather waits for all ranks of its group, so all
 have gathered equally often wherever they compare. A process that has replaced a lost one has not run the evaluations of
 the others: after a fault, all ranks begin again with an empty trace. What ranks gather after the last of these
 comparisons is not compared.
@@ -24,13 +26,15 @@ _NUM_CHECKED = 256
 
 
 class GatherTrace:
-    """The units that one group has gathered without gradients since its ranks last compared them."""
+    """The units that one group has gathered since its ranks last compared them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Begin without any; `device` is that of this rank."""
         self._group, self._device = group, device
         self._events = array("I")
         self._num_checked = _NUM_CHECKED  # all ranks of the group must have the same number left
+        self.is_of_step = False
+        """Whether gradients have flowed through these units since ranks last compared."""
 
     def note(self, event: int) -> bool:
         """Record that a unit is about to be gathered; return False if ranks compared, and another gathers another."""
@@ -54,6 +58,7 @@ class GatherTrace:
         if group_health.cause is None and not is_one_digest(bytes(limits.tolist())):
             return False
         del self._events[:]
+        self.is_of_step = False
         return True
 
     def of_all_ranks(self) -> tuple[list[int], list[list[int]]]:
@@ -72,9 +77,14 @@ def is_same_on_ranks(event: int, device: torch.device, group: dist.ProcessGroup 
     return group_health.cause is not None or largest == -smallest
 
 
-def both_ways(events: "array[int]") -> bytearray:
+def digest_of(events: "array[int]", before: bytes = b"") -> bytes:
+    """A digest of some events, and of the digest of those before."""
+    return blake2b(before + events.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def both_ways(events: "array[int]", before: bytes = b"") -> bytearray:
     """A digest and its complement: gloo and nccl can both compute the largest of each byte, of all ranks."""
-    digest = blake2b(events.tobytes(), digest_size=DIGEST_BYTES).digest()
+    digest = digest_of(events, before)
     return bytearray(digest + bytes(255 - byte for byte in digest))
 
 

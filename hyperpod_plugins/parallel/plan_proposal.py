@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from hyperpod_plugins.delayed_init.tape import full_name
 from hyperpod_plugins.errors import PlanError, format_list
 from hyperpod_plugins.parallel.tensor_parallel import match_modules
+from hyperpod_plugins.parallel.tensor_plans import owners_with_heads
 from hyperpod_plugins.parallel.tensor_styles import features_dim, in_features, is_conv1d, keep_one_rank, out_features
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,12 @@ def propose_tensor_plan(
             f"no tensor plan of {type(model).__name__} is known to be exact for {degree} ranks: "
             f"{problem or reasons}. Set tensor_parallel_degree=1, or pass a tensor_plan of your own."
         )
+    checked = dict.fromkeys(sorted(owners_with_heads(model, exact)), "replicate")
     proposal = TensorPlanProposal(
-        plan=_patterns(model, exact), left_whole=_by_pattern(left), degree=degree, largest_difference=difference
+        plan=_patterns(model, exact | checked),
+        left_whole=_by_pattern(left),
+        degree=degree,
+        largest_difference=difference,
     )
     log.warning("%s: %s", type(model).__name__, proposal)
     return proposal

@@ -41,6 +41,7 @@ from hyperpod_plugins.parallel.tensor_plans import (
     experts_style,
     output_embedding,
     plan_of_known_blocks,
+    refuse_fixed_heads,
     uses_known_blocks,
 )
 from hyperpod_plugins.parallel.tensor_styles import (
@@ -83,7 +84,8 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
 
     Raises:
         PlanError: one of the user's patterns, or the whole plan, matches no module; `LLAMA_LIKE_PLAN` matches modules
-            of a model that is not Llama-like; a style is unknown.
+            of a model that is not Llama-like; a style is unknown; the user's plan splits layers of a module whose code
+            uses its whole number of heads.
         DegreeError: a matched module, or the model's attention heads, cannot be split that many ways.
         NotBuiltYetError: the model's own plan uses unsupported styles (experts), or the plan does not support
             `sequence_parallel`.
@@ -97,6 +99,7 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
         complete_plan(model, plan)
+        refuse_fixed_heads(model, plan)
     else:
         own = _hugging_face_patterns(model, config.tensor_parallel_degree)
         plan = match_modules(model, own or LLAMA_LIKE_PLAN)

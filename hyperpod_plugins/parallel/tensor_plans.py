@@ -6,6 +6,8 @@ Every model class that is made of such blocks is served, whatever head it has; w
 except the output embedding where the degree divides the vocabulary.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hyperpod_plugins.delayed_init.tape import full_name
-from hyperpod_plugins.errors import DegreeError, PlanError
+from hyperpod_plugins.errors import DegreeError, PlanError, format_list
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 from hyperpod_plugins.parallel.tensor_styles import (
     Block,
@@ -23,9 +25,12 @@ from hyperpod_plugins.parallel.tensor_styles import (
     PackedColwise,
     TensorExperts,
     is_conv1d,
+    out_features,
 )
 
 Styles = dict[str, "str | ParallelStyle"]
+_NUMBER_OF_HEADS = re.compile(r"(n|num|nr|number_of)?_?(\w+_)?n?heads?(_kv|_q)?")
+_NOT_COMPUTING = ("__init__", "extra_repr", "__repr__", "reset_parameters", "_init_weights", "__setstate__")
 SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Models of transformers whose experts are split by their inner features, as their own plans say."""
 
@@ -74,6 +79,76 @@ def complete_plan(model: nn.Module, plan: Styles) -> None:
         if split and split >= {each for each, style in styles.items() if isinstance(style, str)}:
             for each, style in styles.items():
                 plan.setdefault(each, style)
+
+
+def refuse_fixed_heads(model: nn.Module, plan: Styles) -> None:
+    """Refuse a user's plan that splits layers of modules whose code uses their whole number of heads.
+
+    Such code may compute something else with a share of the features, without an error. A module that the plan names
+    itself, with `"replicate"` or a `ParallelStyle`, is taken to be right.
+
+    Raises:
+        PlanError: there is such a module.
+    """
+    found: dict[str, str] = {}
+    for name, style in plan.items():
+        owner, number = _owner_with_heads(model, name) if style == "colwise" else ("", "")
+        if number and owner not in plan:
+            found[owner] = number
+    if found:
+        owner, number = next(iter(found.items()))
+        kind = type(model.get_submodule(owner))
+        raise PlanError(
+            f"tensor_plan splits layers of {format_list(map(repr, found), at_most=4)}, but the code of {kind.__name__} "
+            f"uses {number}, the number of all heads, where a rank has only a share of their features: it may compute "
+            "something else without an error. Let propose_tensor_plan compare the plan with one process; or write view("
+            f"batch, sequence, -1, head_size). If the code is right for a share, give {owner!r} itself the style "
+            f"'replicate' in tensor_plan; to have each rank divide the number, DividedHeads(({number!r},)) of "
+            "hyperpod_plugins.parallel.tensor_styles."
+        )
+
+
+def owners_with_heads(model: nn.Module, plan: Mapping[str, Any]) -> set[str]:
+    """Names of the modules that `refuse_fixed_heads` would refuse, unless the plan names them."""
+    owners = (_owner_with_heads(model, name) for name, style in plan.items() if style == "colwise")
+    return {owner for owner, number in owners if number}
+
+
+def _owner_with_heads(model: nn.Module, name: str) -> tuple[str, str]:
+    """The nearest module around a layer that has a number of heads, and its name if the module's code uses it."""
+    layer: Any = model.get_submodule(name)
+    while name:
+        name = name.rpartition(".")[0]
+        owner: Any = model.get_submodule(name)
+        sources = (vars(owner), vars(vars(owner).get("config", owner)))
+        numbers = {key: each for held in sources for key, each in held.items() if _is_number_of_heads(key, each)}
+        if not numbers:
+            continue
+        sizes = [each for key, each in vars(owner).items() if key in ("head_dim", "head_size") and type(each) is int]
+        used = sorted(
+            key
+            for key in numbers.keys() & _names_in_code(type(owner))
+            if not sizes or numbers[key] * sizes[0] == out_features(layer)  # else it is that of a share already
+        )
+        return name, used[0] if used else ""
+    return "", ""
+
+
+def _is_number_of_heads(key: str, value: object) -> bool:
+    return type(value) is int and value > 1 and _NUMBER_OF_HEADS.fullmatch(key) is not None
+
+
+def _names_in_code(kind: type) -> set[str]:
+    """Names of attributes in the code of a module's class, but for what sets it up or describes it."""
+    found: set[str] = set()
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for key, each in vars(base).items():
+            code: Any = getattr(inspect.unwrap(each), "__code__", None) if callable(each) else None
+            codes = [] if code is None or key in _NOT_COMPUTING else [code]
+            for one in codes:
+                found |= {*one.co_names}
+                codes += [inner for inner in one.co_consts if isinstance(inner, type(one))]
+    return found
 
 
 def output_embedding(model: Any, degree: int) -> str:

@@ -16,13 +16,20 @@ before the step. So units are resharded when an optimizer is about to step on th
 
 [Note: gradients that are kept] While parameters are gathered, the program does not see the gradients of their shards:
 `model.zero_grad()` between forward and backward drops those of the other units only, and backward adds to the last
-step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place.
+step's. The optimizer then refuses to step on such a gradient, unless it was zeroed in place, or another unit, whose
+shards `zero_grad` sees, has kept its gradient as well: then the program adds up gradients over steps, as it does in one
+process.
 
 [Note: what a gradient must be] Backward computes the gradient of a gathered parameter for this rank's samples, and
 FSDP2 reduces it to the shard. A hook of the shard never runs, and one of the gathered parameter sees something else
 than in one process. A gradient that is sparse or has a graph cannot be reduced. A parameter is inspected when its
 gradient is about to be reduced, which is replaced by a dense one without a graph, so that all ranks raise together
 before the optimizer steps.
+
+[Note: networks that no optimizer trains] A network beside the trained one, such as that of a perceptual loss, computes
+gradients for what comes before it. If all of its parameters are frozen, it is compared like an evaluation (see
+`gather_trace`), and once more before the next optimizer step. If not, no optimizer step ends its trace: after some
+thousand events, ranks compare only every 256.
 """
 
 # FSDP2's parameter groups have no public API.
@@ -44,7 +51,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
-from hyperpod_plugins.parallel.gather_trace import DIGEST_BYTES, GatherTrace, both_ways, is_one_digest, is_same_on_ranks
+from hyperpod_plugins.parallel.gather_trace import (
+    DIGEST_BYTES,
+    GatherTrace,
+    both_ways,
+    digest_of,
+    is_one_digest,
+    is_same_on_ranks,
+)
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
 
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
@@ -55,6 +69,10 @@ _WHAT_TO_DO = (
     "of experts: modules outside them are gathered with the model as a whole, and ranks may then run different ones."
 )
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
+_NUM_CHECKED_EVENTS = 2**12
+"""Most events of a step that ranks compare one by one."""
+_EVERY, _MOST_EVENTS = 2**8, 2**14
+"""How many of those that follow they compare together; and how many are kept one by one where they are not compared."""
 HOOK_ADVICE = (
     "Each rank computes the gradient of its own samples, so a hook would see other values than in one process, and it "
     "does not run on shards. Change reduced gradients instead: parameter.grad between backward and the optimizer's "
@@ -161,11 +179,21 @@ def check_next_step(model: nn.Module) -> None:
 
     What ranks have gathered of other models, such as a teacher beside `model`, is forgotten, too: a new rank has not.
     """
-    for watch in _watches_of(model):
+    own = _watches_of(model)
+    for watch in own:
         watch.num_checked_steps = 1
     for watch in (each() for each in _watches):
         if watch is not None:
             watch.without_gradients.clear()
+            if not any(each is watch for each in own):
+                watch.num_checked_steps = 1
+                watch.forget()
+
+
+def refuse_kept_gradients(model: nn.Module) -> None:
+    """Refuse steps on gradients that are added up over optimizer steps: no replacement would have them."""
+    for watch in _watches_of(model):
+        watch.keeps_no_gradients = True
 
 
 def reshard_gathered(model: nn.Module) -> None:
@@ -189,10 +217,23 @@ class UnitTrace:
         """Number of upcoming steps that are compared while they run."""
         self.without_gradients: dict[dist.ProcessGroup, GatherTrace] = {}
         """What each group has gathered outside of `trace`."""
+        self.keeps_no_gradients = False
+        """Whether gradients that are added up over optimizer steps are refused."""
+        self._shortened = b""
+        """Digest of the events before `trace`, which were too many."""
         self._names = [name or "the root" for name, _ in units]
         self._units = [_Unit(self, index, group) for index, (_, group) in enumerate(units)]
         self._parameters = [parameter for unit in self._units for parameter in unit.parameters]
+        self._trained = self._parameters[0]
+        """A parameter that was not frozen when this was last looked at."""
         self._device: torch.device = units[0][1].device
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter of the model is not frozen."""
+        if not self._trained.shard.requires_grad:
+            self._trained = next((each for each in self._parameters if each.shard.requires_grad), self._trained)
+        return self._trained.shard.requires_grad
 
     def settle(self, flag: torch.Tensor | None = None) -> int:
         """See `reconcile_gradients`."""
@@ -206,7 +247,9 @@ class UnitTrace:
         used = bytes([parameter.use for parameter in self._parameters])
         if dist.is_initialized() and dist.get_world_size() > 1:
             earlier = self._differing_evaluation()
-            digest = both_ways(self.trace) if not earlier else b"\xff" * 2 * DIGEST_BYTES  # equal to none
+            digest = (
+                both_ways(self.trace, self._shortened) if not earlier else b"\xff" * 2 * DIGEST_BYTES
+            )  # equal to none
             all_of_them = torch.frombuffer(bytearray(digest + used + b"\0"), dtype=torch.uint8).to(self._device)
             if flag is not None:
                 all_of_them[-1:].copy_(flag.reshape(1))  # on the device, without waiting on the host
@@ -245,12 +288,36 @@ class UnitTrace:
         """
         self.trace.append(event)
         if not self.num_checked_steps or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        if not is_same_on_ranks(event, self._device):
-            self._refuse()
+            if len(self.trace) > _MOST_EVENTS:
+                self._shorten(1)
+        elif len(self.trace) <= _NUM_CHECKED_EVENTS:
+            if not is_same_on_ranks(event, self._device):
+                self._refuse()
+        elif len(self.trace) == _NUM_CHECKED_EVENTS + _EVERY:
+            limits = torch.frombuffer(both_ways(self.trace), dtype=torch.uint8).to(self._device)
+            dist.all_reduce(limits, op=dist.ReduceOp.MAX)
+            if group_health.cause is None and not is_one_digest(bytes(limits.tolist())):
+                self._refuse()
+            self._shorten(_NUM_CHECKED_EVENTS)
 
-    def note_without_gradients(self, index: int, group: dist.ProcessGroup) -> None:
-        """Record that a unit is about to be gathered by `group`, where no gradients are computed.
+    def _shorten(self, num_left: int) -> None:
+        """Replace events by a digest of all, but for the first ones: a step without events is not settled."""
+        self._shortened = digest_of(self.trace, self._shortened)
+        del self.trace[num_left:]
+
+    def note_gather(self, index: int, group: dist.ProcessGroup) -> None:
+        """Record that a unit is about to be gathered by `group`, and that gradients flow through it.
+
+        Raises:
+            UnitsDiffer: as in `note` and `note_without_gradients`.
+        """
+        if self.is_trained or self.trace:
+            self.note(2 * index)
+        else:  # see [Note: networks that no optimizer trains]
+            self.note_without_gradients(index, group, is_of_step=True)
+
+    def note_without_gradients(self, index: int, group: dist.ProcessGroup, *, is_of_step: bool = False) -> None:
+        """Record that a unit is about to be gathered by `group`, where no gradients are computed for its parameters.
 
         Raises:
             UnitsDiffer: another rank of the group gathers, or has gathered, another unit.
@@ -260,13 +327,21 @@ class UnitTrace:
         trace = self.without_gradients.get(group)
         if trace is None:
             trace = self.without_gradients[group] = GatherTrace(group, self._device)
+        trace.is_of_step |= is_of_step
         if not trace.note(2 * index):
             raise UnitsDiffer(self._evaluation_message(trace))
 
     def _differing_evaluation(self) -> str:
-        """Tell how this rank's groups have differed without gradients, or return nothing if they have not."""
-        differing = [each for each in self.without_gradients.values() if not each.agrees()]
-        return " ".join(self._evaluation_message(each) for each in differing)
+        """Tell how this rank's groups have differed without gradients, or return nothing if they have not.
+
+        Also looks at networks beside this one that the step's gradients have flowed through.
+        """
+        told: list[str] = []
+        for watch in (each() for each in _watches):
+            if watch is not None:
+                compared = [each for each in watch.without_gradients.values() if watch is self or each.is_of_step]
+                told += [watch._evaluation_message(each) for each in compared if not each.agrees()]
+        return " ".join(told)
 
     def _evaluation_message(self, trace: GatherTrace) -> str:
         ranks, traces = trace.of_all_ranks()
@@ -282,9 +357,14 @@ class UnitTrace:
         """Check gradients before an optimizer steps on `shards`, by `id`; see [Note: gradients that are kept]."""
         kept = [each for unit in self._units if unit.stays_gathered for each in unit.parameters]
         of_optimizer = [each for each in kept if id(each.shard) in shards]
+        others = (each for unit in self._units if not unit.stays_gathered for each in unit.parameters)
+        other = next((each for each in others if id(each.shard) in shards and each.shard.grad is not None), None)
+        old_others = [other.name] if other is not None and other.begin_update() else []
         old = [each.name for each in of_optimizer if each.begin_update()]
-        if old:
-            raise LoopError(_old_gradients_message(old))
+        if self.keeps_no_gradients and (old or old_others):
+            raise LoopError(f"{_old_gradients_message(old + old_others)} {_OF_REPLACEMENTS}")
+        if old and not old_others:
+            raise LoopError(f"{_old_gradients_message(old)} {_SUM_YOURSELF}")
 
     def reshard(self, shards: Container[int] | None = None) -> None:
         """Reshard the units that are gathered: all, or those whose shards are among `shards`, by `id`."""
@@ -295,6 +375,7 @@ class UnitTrace:
     def forget(self) -> None:
         """See `clear_trace`."""
         del self.trace[:]
+        self._shortened = b""
         for unit in self._units:
             unit.is_active = False
         for parameter in self._parameters:
@@ -472,7 +553,7 @@ class _Unit:
         if is_left_out or has_no_shards:
             pass
         elif is_in_backward or torch.is_grad_enabled():
-            self.watch.note(2 * self._index)
+            self.watch.note_gather(self._index, group._all_gather_process_group)
         else:  # not in the step's trace: a process that joined after an evaluation has not run it
             self.watch.note_without_gradients(self._index, group._all_gather_process_group)
         return self._unshard(*args, **kwargs)
@@ -604,3 +685,15 @@ def _old_gradients_message(names: Sequence[str]) -> str:
         "gathered parameters and not those with the gradients. Call optimizer.zero_grad() in each step, anywhere "
         "before backward."
     )
+
+
+_SUM_YOURSELF = (
+    "If gradients are to be added up over optimizer steps, keep the sum yourself, as here it looks the same as this "
+    "mistake: total.add_(parameter.grad) after backward, with a total made by torch.zeros_like(parameter), then "
+    "parameter.grad = total.clone() before the optimizer's step, and optimizer.zero_grad() after it."
+)
+_OF_REPLACEMENTS = (
+    "If they are to be added up over optimizer steps: a process that replaces a lost one would not have them. Keep the "
+    "sum in frozen parameters of the model instead, add to it before the optimizer's step, and let gradients be copies "
+    "of it there; or train without recovery (Lightning: CheckpointlessRecovery(enabled=False))."
+)

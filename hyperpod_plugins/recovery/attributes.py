@@ -64,6 +64,7 @@ from hyperpod_plugins.recovery.held_objects import (
     STATE,
     Held,
     Slots,
+    StateCopies,
     Way,
     can_be_made,
     find_held,
@@ -74,7 +75,6 @@ from hyperpod_plugins.recovery.held_objects import (
     packages_of,
     reader_of,
     set_state,
-    state_of,
 )
 from hyperpod_plugins.recovery.packing import are_same, pack
 from hyperpod_plugins.recovery.program_collectives import is_library
@@ -183,6 +183,7 @@ class PlainAttributes:
         self._in_model: dict[int, nn.Module] = {}
         self._held: dict[str, Held] = {}
         self._states: list[Held] = []
+        self._state_copies = StateCopies()
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
         self._tables, self._places, self._reads = list[_Table](), list[_Place](), list[Callable[[], Any]]()
@@ -206,8 +207,7 @@ class PlainAttributes:
         """The last contents, which serve again while they are the same."""
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
         self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
-        self._num_kept, self._quick_text = 0, b""
-        self._quick: list[int] = []
+        self._num_kept, self._quick_text, self._quick = 0, b"", list[int]()
         self._sent: dict[str, Any] = {}
         self._sent_of: tuple[list[Any], dict[int, Contents]] | None = None
         """What it was made of; None if that does not tell when it changes."""
@@ -264,9 +264,9 @@ class PlainAttributes:
             # what has not been written to is copied from now on, or no more
             self._copied = {index: each for index, each in self._copied.items() if index not in large}
         values, contents = self._present()
-        states = {each.name: state_of(each) for each in self._states}
+        states = {each.name: self._state_copies.state_of(each) for each in self._states}
         for name in self._by_state & self._held.keys() if self._by_state else ():
-            states[name] = state_of(Held(name, self._held[name].value, Way.STATE))
+            states[name] = self._state_copies.state_of(Held(name, self._held[name].value, Way.STATE))
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states)
 
     def put_back(self, kept: KeptAttributes) -> None:
@@ -652,8 +652,9 @@ class PlainAttributes:
     # -- values for another process -----------------------------------------------------------------------------
 
     def _state_form(self, held: Held) -> Any:
-        state = state_of(held)
-        return encoded(state, {}) if num_entries(state) <= MAX_ENTRIES else _unreadable(state)
+        return self._state_copies.form_of(
+            held, lambda state: encoded(state, {}) if num_entries(state) <= MAX_ENTRIES else _unreadable(state)
+        )
 
     def _states_for(self, found: dict[str, dict[str, Any]], names: Collection[int]) -> dict[str, Any]:
         """The states of objects that differ from the first ones; takes attributes for which one stands from `found`."""

@@ -60,8 +60,8 @@ class RecoveryOptions:
     a snapshot. With `"auto"`, if all copies of a shard are on one node (each shard exists once, or all replicas share
     a node), snapshots are taken as often as they cost less than 0.5 % of the time, which is measured in the first
     steps and printed. If the copies of each shard are on several nodes, `"auto"` takes none: if all of them are lost
-    at once, all ranks return to the last checkpoint. `"unreplicated"`, which `"auto"` means in a `Session`: the same,
-    but only while each shard exists once."""
+    at once, all ranks return to the last checkpoint. `"unreplicated"`: the same, but only while each shard exists
+    once."""
     snapshot_memory_fraction: float = 0.5
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
     rank_local_state: Literal["exact", "replica"] = "exact"
@@ -97,15 +97,6 @@ class RecoveryOptions:
             raise ConfigError(
                 f'compare_replicas_every must be a number of steps, 0 for none, or "auto", but is {every}'
             )
-
-    @property
-    def of_session(self) -> "RecoveryOptions":
-        """The options with `"auto"` as in a `Session`.
-
-        A return to a snapshot runs the body of a step again, and what it computes from rank-local state before
-        `step.run` is then of after its own writes. With replicas a return is seldom needed.
-        """
-        return replace(self, snapshot_every_steps="unreplicated") if self.snapshot_every_steps == "auto" else self
 
     @property
     def membership(self) -> MembershipPolicy:

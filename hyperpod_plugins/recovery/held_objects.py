@@ -19,6 +19,7 @@ left out, because no process can continue another one's.
 
 import argparse
 import enum
+import logging
 import random
 import sys
 import types
@@ -30,6 +31,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -40,9 +42,10 @@ from typing_extensions import override
 
 from hyperpod_plugins.parallel.parameter_references import slots_of
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_DEPTH, MAX_ENTRIES, SCALARS, is_data
-from hyperpod_plugins.recovery.packing import copied_leaf, on_devices_of
+from hyperpod_plugins.recovery.packing import are_same, as_integers, copied_leaf, on_devices_of
 from hyperpod_plugins.recovery.program_collectives import is_library
 
+_log = logging.getLogger(__name__)
 MAX_OBJECTS = 4096
 """Most objects that are followed."""
 STATE = "state_dict()"
@@ -57,6 +60,9 @@ _ROOTS_ELSEWHERE = frozenset(
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _UNSET = object()
+_NUM_COMPARED, _NUM_SAMPLED = 16, 256
+_MANY_BYTES = 2**24
+"""Size of a state above which a warning names the object."""
 INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Attributes that torch gives to each module."""
 
@@ -329,6 +335,111 @@ def state_of(held: Held) -> Any:
         return _with_usual_integers(value.get_state(legacy=False))
     version, numbers, following = value.getstate()
     return version, np.array(numbers, np.int64), following
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CopiedTensor:
+    """A large tensor of a state, and its copy."""
+
+    source: torch.Tensor
+    version: int
+    sample: torch.Tensor
+    copied: torch.Tensor
+
+    def is_same(self, present: torch.Tensor, *, is_compared: bool) -> bool:
+        """Whether the tensor has the values of the copy; compares all of them only if `is_compared`."""
+        if present._version != self.version or not torch.equal(_sample_of(present), self.sample):
+            return False
+        return not is_compared or torch.equal(as_integers(present).cpu(), as_integers(self.copied))
+
+
+@dataclass(slots=True, eq=False)
+class _CopiedState:
+    """The last copy of one object's state, and its form for another process."""
+
+    value: Any
+    state: Any = None
+    tensors: dict[tuple[Any, ...], _CopiedTensor] = field(default_factory=dict[tuple[Any, ...], _CopiedTensor])
+    num_copies: int = 0
+    is_hidden: bool = False
+    """Whether a tensor was written to without a trace: all are copied each time from then on."""
+    form: tuple[Any, Any] = _UNSET, None
+    """A state, and its form."""
+
+
+class StateCopies:
+    """Copies of the states of libraries' objects, of which a large tensor is copied again only once it was written to.
+
+    A write is seen by the tensor's version, or by a few of its elements. In the first copies of an object, and then
+    ever more rarely, all elements are compared; if one was written to without another trace, as through `.data`, all
+    are copied each time from then on.
+    """
+
+    def __init__(self) -> None:
+        """Begin without copies."""
+        self._last: dict[str, _CopiedState] = {}
+
+    def state_of(self, held: Held) -> Any:
+        """Like the function of this name; the same object as the last time if nothing has changed."""
+        if held.way is not Way.STATE:
+            return state_of(held)
+        last = self._copy_of(held)
+        given, tensors = held.value.state_dict(), dict[tuple[Any, ...], _CopiedTensor]()
+        last.num_copies += 1
+        is_compared = last.num_copies <= _NUM_COMPARED or last.num_copies & (last.num_copies - 1) == 0
+
+        def copied(leaf: Any) -> Any:
+            if not _is_large(leaf) or last.is_hidden:
+                return copied_leaf(leaf)
+            key = (leaf.data_ptr(), leaf.shape, leaf.dtype, leaf.device)
+            known = last.tensors.get(key)
+            if known is None or not known.is_same(leaf, is_compared=is_compared):
+                last.is_hidden |= known is not None and known.is_same(leaf, is_compared=False)
+                known = _CopiedTensor(leaf.detach(), leaf._version, _sample_of(leaf), copied_leaf(leaf))
+            tensors[key] = known
+            return known.copied
+
+        state = tree_map(copied, given)
+        num_bytes = sum(each.copied.nbytes for each in tensors.values())
+        if last.num_copies == 1 and num_bytes > _MANY_BYTES and not (dist.is_initialized() and dist.get_rank()):
+            _log.warning(
+                "the state_dict() of %s (%s) holds %d MiB, which are copied in each step that follows a write to them. "
+                "If that takes long, keep the tensors in frozen parameters of the model",
+                held.name,
+                type(held.value).__name__,
+                num_bytes >> 20,
+            )
+        if last.num_copies == 1 or not are_same(state, last.state):
+            last.state = state
+        last.tensors = {} if last.is_hidden else tensors
+        return last.state
+
+    def form_of(self, held: Held, encode: Callable[[Any], Any]) -> Any:
+        """What `encode` makes of an object's state; the same object as the last time if the state has not changed."""
+        state = self.state_of(held)
+        if held.way is not Way.STATE:
+            return encode(state)
+        last = self._copy_of(held)
+        if last.form[0] is not state:
+            last.form = state, encode(state)
+        return last.form[1]
+
+    def _copy_of(self, held: Held) -> _CopiedState:
+        found = self._last.get(held.name)
+        if found is None or found.value is not held.value:
+            found = self._last[held.name] = _CopiedState(held.value)
+        return found
+
+
+def _is_large(leaf: Any) -> bool:
+    """Whether a leaf of a state is a large tensor whose writes can be seen."""
+    is_plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.numel() > MAX_ENTRIES
+    return is_plain and leaf.layout is torch.strided and leaf.is_contiguous() and not leaf.is_inference()
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = as_integers(tensor).view(-1)
+    return flat[:: max(1, len(flat) // _NUM_SAMPLED)].clone()
 
 
 def _with_usual_integers(state: Any) -> Any:

@@ -187,6 +187,8 @@ class LocalStates:
     """Called in a joiner that has got its predecessor's state; with whether the step is the first of an epoch."""
     is_exact = True
     """Whether a step is refused that changes what cannot be sent; if not, a warning names it."""
+    begun: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """States as the body of the last committed step began, whose rest may run again; empty if they are not known."""
     taken = Taken()
     """How this rank, if it is a joiner, got its predecessor's state."""
 
@@ -418,9 +420,16 @@ class LocalStates:
 
     def return_to_before(self) -> None:
         """Restore this rank's state as of `before`."""
+        self._load_all(self.before)
+
+    def return_to_begun(self) -> None:
+        """Restore this rank's state as of `begun`."""
+        self._load_all(self.begun)
+
+    def _load_all(self, states: Mapping[str, dict[str, Any]]) -> None:
         for name, state in self._states.items():
-            if name in self.before:
-                state.load_state_dict(self.before[name])
+            if name in states:
+                state.load_state_dict(states[name])
 
     def reset(self) -> None:
         """Discard what was exchanged so far, as the ranks have assembled anew."""
@@ -590,11 +599,13 @@ class LocalStates:
             return
         targets = sorted(sources)
         givers = {target: self._buddy_of[target] for target in targets if self._buddy_of[target] not in targets}
-        data, leave = self._send_states(step, dict(sources) if are_equal else givers, are_equal=are_equal)
+        data, leave, begun = self._send_states(step, dict(sources) if are_equal else givers, are_equal=are_equal)
         late_at = self._late_at
         self.reset()
         if self._rank in targets:
             self._is_new = True
+            found = _unpacked(begun)
+            self.begun = {**found, **found.pop(_BEFORE, {})}
             self._take(step, data, leave, targets, begins_epoch)
             self.has_taken(begins_epoch)
         self._at_commits = {step: self._present()}
@@ -671,24 +682,30 @@ class LocalStates:
 
     def _send_states(
         self, step: int, givers: Mapping[int, int], *, are_equal: bool
-    ) -> tuple[bytes, dict[str, dict[str, bool]]]:
+    ) -> tuple[bytes, dict[str, dict[str, bool]], bytes]:
         """Pass states to joiners.
 
-        A joiner gets its state and, by name, the parts that it must not load, each with whether it was equal on both
-        ranks before it was written: then this rank's has the value of the lost one's.
+        A joiner gets its state; by name, the parts that it must not load, each with whether it was equal on both ranks
+        before it was written: then this rank's has the value of the lost one's; and its state as the body of the last
+        step began, if its rest is to run again.
         """
         sends = {
-            target: self._given_as_equal() if are_equal else self._given_to_joiner(step)
+            target: [*(self._given_as_equal() if are_equal else self._given_to_joiner(step)), self._begun_of_ward(step)]
             for target, giver in givers.items()
             if giver == self._rank
         }
         giver = givers.get(self._rank)
-        receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES]}
+        receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
-            return b"", {}
+            return b"", {}, b""
         received = self._channel.exchange("the state of lost ranks", sends=sends, receives=receives)
-        data, leave = map(_raw, received[giver]) if giver is not None else (b"", b"")
-        return data, unpack(leave) if leave else {}
+        data, leave, begun = map(_raw, received[giver]) if giver is not None else (b"", b"", b"")
+        return data, unpack(leave) if leave else {}, begun
+
+    def _begun_of_ward(self, step: int) -> bytes:
+        """What the source rank last sent before its step, with what it was as the body began; empty if not needed."""
+        earlier = [each for each in self._kept if each < step] if self.is_at_commit else []
+        return self._kept[max(earlier)] if earlier else b""
 
     def _given_as_equal(self) -> list[bytes]:
         """This rank's state, of whatever size, for a joiner whose predecessor had the same."""

@@ -60,6 +60,7 @@ IN_FIRST_FIT = (
     "batch_end",
     "validation",
     "checkpoint",
+    "save_state",  # of an Accelerator
     "snapshot",  # in the middle of its exchange
     STATE_COPY,  # a rank, and its replacement while it receives its state
 )

@@ -709,12 +709,15 @@ def end_generation_for_return(plan: RecoveryPlan, member: Member, max_losses: in
     Raises:
         RecoveryError: The same state was lost `max_losses` times; returning again would not help.
     """
-    lost_at = plan.step + (plan.steps_lost or 0)
     # All ranks count together, in the job store, because after each return all processes may be new. The key includes
-    # the entry, because a program with several fits reaches the same step number in each.
-    number = len(ended_entries(member.job_store))
-    if member.job_store.count(f"returns/{number}/{lost_at}", 1) >= max_losses * member.world.size:
-        cause = f"the state after step {lost_at} was lost {max_losses} times"
+    # the entry, because a program with several fits reaches the same step number in each. A return from an unknown
+    # step is none from the step of its snapshot.
+    number, is_known = len(ended_entries(member.job_store)), plan.steps_lost is not None
+    lost_at = plan.step + (plan.steps_lost or 0)
+    place = str(lost_at) if is_known else f"unknown/{plan.step}"
+    if member.job_store.count(f"returns/{number}/{place}", 1) >= max_losses * member.world.size:
+        what = f"the state after step {lost_at}" if is_known else f"the state of a step after {plan.step}"
+        cause = f"{what} was lost {max_losses} times"
         member.give_up(cause)
         raise RecoveryError(f"{cause}. Check the logs of the lost ranks; the step itself may be killing them.")
     wish = FailureRecord(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hyperpod_plugins.parallel.hsdp import reshard
-from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups
+from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups, refuse_kept_gradients
 from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.optimizer_copy import OptimizerCopy, local_tensor, parameters_of
 from hyperpod_plugins.recovery.packing import as_integers
@@ -182,6 +182,7 @@ class StepStart:
         above_bytes: int = 0,
     ) -> None:
         self._model = model
+        refuse_kept_gradients(model)
         self._optimizers = optimizers
         self._attributes = [(each, each.keep()) for each in attributes]
         self.kept = kept

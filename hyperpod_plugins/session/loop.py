@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
-from hyperpod_plugins.errors import LoopError, PeerLost
+from hyperpod_plugins.errors import LoopError, PeerLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.finite import FiniteCheck, gradient_flag
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
@@ -39,6 +39,7 @@ from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
+from hyperpod_plugins.session.parameter_reads import NUM_WATCHED, ParameterReads
 from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, end_process
@@ -333,6 +334,8 @@ class Loop:
         self._step: Step | None = None
         self._num_bodies = 0
         """Number of steps whose body this process has run to its end."""
+        self._reads: ParameterReads | None = None
+        """What the present block has read before its step, while that is watched."""
 
     @property
     def has_recovery(self) -> bool:
@@ -503,6 +506,36 @@ class Loop:
     def seed(self, step: Step, part: str) -> None:
         """Start the random stream of a part of the step's body."""
         self._computation.seed(step.index, self._context, part)
+
+    def begin_block(self, step: Step) -> None:
+        """Begin a step's block: watch what it reads at first, and where it runs again after a fault."""
+        is_repeated = step.is_replay or self._trained.was_begun
+        if self.has_recovery and (is_repeated or self._num_bodies < NUM_WATCHED):
+            self._reads = ParameterReads(self._trained.model)
+            self._reads.open()
+
+    def end_block(self) -> None:
+        """End the part of a block that precedes the step, if it has not ended."""
+        if self._reads is not None:
+            self._reads.close()
+        self._reads = None
+
+    def check_reads(self, step: Step) -> None:
+        """End that part, and look at the parameters with which it has computed; see `parameter_reads`.
+
+        Raises:
+            LoopError: it has written to them, too.
+            PeerLost: only the rest of the body is to be repeated, and they are later ones: another try begins earlier.
+        """
+        reads = self._reads
+        self.end_block()
+        if reads is None:
+            return
+        if step.is_replay and reads.of_trained:
+            raise self.transactions.lose_state(
+                f"its body computes with {format_list(reads.of_trained)} before the step, and runs again after it"
+            )
+        reads.check()
 
     def begin_rest(self, step: Step) -> None:
         """Begin the rest of a step's body, which a process may repeat that has not computed the step."""

@@ -143,7 +143,7 @@ class Session:
         **options: Any,
     ) -> None:
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
-        self._recovery = (recovery or RecoveryOptions()).of_session
+        self._recovery = recovery or RecoveryOptions()
         self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
@@ -258,6 +258,13 @@ class Session:
     def when_body_begins(self, listener: Callable[[], object]) -> None:
         """Call `listener()` on each rank as the body of a step begins, or begins again after a fault."""
         self._context.when_body_begins.append(listener)
+
+    def reach(self, phase: str) -> None:
+        """Let a fault happen in a phase of a body, in a job of `hyperpod rehearse`; elsewhere this does nothing."""
+        if self._trained is not None and self._transactions is not None:
+            rehearsal = self._transactions.rehearsal
+            if rehearsal is not None:
+                rehearsal.at(phase, self._trained.get_position().committed)
 
     @property
     def has_recovery(self) -> bool:
@@ -494,8 +501,7 @@ class Session:
         """
         trained, transactions = self._require_train()
         position = replace(trained.position(), after_commit=False, result=None)
-        if transactions.rehearsal is not None:
-            transactions.rehearsal.at("checkpoint", position.committed)
+        self.reach("checkpoint")
         trained.write(path, position)
         if transactions.saved is not None:
             transactions.saved.add(str(Path(path).absolute()), position.committed)

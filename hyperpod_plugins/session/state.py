@@ -328,7 +328,7 @@ class TrainedState:
         if self._is_begun:
             self._parameters, self._is_begun = ParameterCopy(self.model), False
         if self.local is not None:
-            self.local.before = self.local.state()
+            self.local.before, self.local.begun = self.local.state(), {}
         parts = self._beginning.parts or modules_of(self.model)
         self._module_start = Buffers(parts, above_bytes=ALWAYS_KEPT_BYTES), self.attributes.keep()
 
@@ -337,6 +337,8 @@ class TrainedState:
         self._parameters = ParameterCopy(self.model)
         if self._body_start:
             self.load_values(self._body_start)
+        if self.local is not None:
+            self.local.return_to_begun()
 
     def return_to_commit(self) -> None:
         """Load what was kept right after the commit, as a body that runs again has come to that point."""
@@ -365,6 +367,8 @@ class TrainedState:
         """Keep what the rest of the body may change, after `committed` steps."""
         if self.local is None:
             return
+        if self.local.before:
+            self.local.begun = self.local.before
         self.local.before, self._module_start = {}, None
         self._rest.begin()
         self._rest_follows, self._can_undo_rest = committed, None

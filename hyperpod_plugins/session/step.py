@@ -134,6 +134,18 @@ class StepRunner(Protocol):
         """Bring what the body may change to the state right after the commit, as the body runs again."""
         ...
 
+    def begin_block(self, step: "Step") -> None:
+        """Begin the step's block."""
+        ...
+
+    def end_block(self) -> None:
+        """End the part of the block that precedes `run`, if it has not ended."""
+        ...
+
+    def check_reads(self, step: "Step") -> None:
+        """End that part, and look at the parameters with which it has computed."""
+        ...
+
     def seed(self, step: "Step", part: str) -> None:
         """Start the random stream of a part of the step's body."""
         ...
@@ -207,10 +219,12 @@ class Step:
         self._is_entered = True
         self._loop.guard.forbid(BEFORE_RUN)
         self._loop.seed(self, BATCH)
+        self._loop.begin_block(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         """End the body; after a fault, the loop repeats the body or resumes where the other ranks are."""
+        self._loop.end_block()
         self._loop.guard.forbid(BETWEEN)
         self.was_interrupted = isinstance(error, PeerLost) and self._loop.has_recovery
         self.error = None if self.was_interrupted else error
@@ -243,6 +257,7 @@ class Step:
                 f"step {self.index}: call step.run(...) once, in the body of `with step:`. It was called "
                 + ("twice." if self._is_run else "outside.")
             )
+        self._loop.check_reads(self)
         self._loop.guard.allow()
         if self.is_replay:
             self._loop.return_to_commit()

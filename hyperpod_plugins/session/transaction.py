@@ -137,6 +137,13 @@ class PlainSteps:
     def join_in_body(self) -> None:
         """In a process without a state (a joiner, or one whose state was torn), get one before a step's body."""
 
+    def lose_state(self, why: str) -> PeerLost:
+        """Give up this rank's state, since what follows cannot be repeated; return the error that interrupts the body.
+
+        Only a member of a job with recovery repeats anything.
+        """
+        raise LoopError(why)
+
     def share_first_state(self, committed: int) -> None:
         """Send the rank-local state to the buddy before the first step, and wait until all ranks have received theirs.
 
@@ -296,6 +303,12 @@ class Transactions(PlainSteps):
             self._trained.join_in_body(self._transaction.join_step)
 
     @override
+    def lose_state(self, why: str) -> PeerLost:
+        lost = self._transaction.mark_state_lost(why)
+        self._engine.member.fail("collective", str(lost))
+        return lost
+
+    @override
     def share_first_state(self, committed: int) -> None:
         try:
             self._trained.share_first_state(committed)
@@ -343,6 +356,7 @@ class Transactions(PlainSteps):
             position = replace(position, is_begun=trained.was_begun and not position.after_commit)
         if is_ours and position.local and trained.local is not None:
             trained.local.load(position.local, begins_epoch=False)
+            position = replace(position, local={})
         elif not is_ours and not trained.undo_body(position, local):
             self._transaction.mark_state_lost("the body of the step wrote to parameters for the first time")
         return self._set_entry(position, resume_point.step)
@@ -367,6 +381,8 @@ class Transactions(PlainSteps):
         if trained.local is None:
             ranks = self._engine.former_ranks
             trained.local = LocalStates(context.topology, context.rank, former=former, former_ranks=ranks)
+            if former is not None:
+                trained.local.begun = former.begun
             buffers = BufferStates(trained.model)
             if not buffers.is_empty:  # the same on all ranks
                 trained.local.register(BUFFERS, buffers)

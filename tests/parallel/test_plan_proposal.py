@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hyperpod_plugins.errors import PlanError
-from hyperpod_plugins.parallel import propose_tensor_plan
+from hyperpod_plugins.parallel import ParallelConfig, propose_tensor_plan
+from hyperpod_plugins.parallel.tensor_parallel import plan_for
 
 WIDTH, HEADS = 16, 4
 TOKENS = torch.arange(24).view(2, 12) % 20
@@ -31,6 +32,17 @@ class Attention(nn.Module):
 
 class FixedHeads(Attention):
     heads_in_view = HEADS
+
+
+class CountsHeads(Attention):
+    """Its code uses the number of heads, but not to view a share of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+
+    def forward(self, x):
+        return super().forward(x) / self.num_heads
 
 
 class NormedHeads(Attention):
@@ -161,3 +173,13 @@ def test_a_wrong_part_would_be_noticed(monkeypatch):
     monkeypatch.setattr(plan_proposal, "_part_of", lambda *args: part_of(*args[:4], 0, args[5]))
     with pytest.raises(PlanError, match="no tensor plan of FeedForward"):
         propose_tensor_plan(FeedForward(), [torch.randn(2, 5, WIDTH)])
+
+
+def test_a_proposed_plan_names_modules_whose_code_is_right_though_it_uses_the_number_of_heads():
+    model = nn.Sequential(CountsHeads(), CountsHeads())
+    plan = propose_tensor_plan(model, (torch.rand(2, 6, WIDTH),)).plan
+    assert (plan["0"], plan["0.to_out"]) == ("replicate", "rowwise")
+    assert len(plan_for(model, ParallelConfig(tensor_parallel_degree=2, tensor_plan=plan))) == 10
+    split = {name: style for name, style in plan.items() if style != "replicate"}
+    with pytest.raises(PlanError, match="the code of CountsHeads uses num_heads"):
+        plan_for(model, ParallelConfig(tensor_parallel_degree=2, tensor_plan=split))

@@ -294,6 +294,44 @@ def test_a_plan_of_the_user_gets_the_heads_that_the_attention_views():
     assert type(plan["transformer.h.0.self_attention"]).__name__ == "DividedHeads"
 
 
+class Heads(nn.Module):
+    """An attention without softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.q, self.k, self.o = (nn.Linear(8, 8) for _ in range(3))
+
+    def split(self, x):
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def forward(self, x):
+        q, k = self.split(self.q(x)), self.split(self.k(x))
+        return self.o((q * k.sum(1, keepdim=True)).flatten(2))
+
+
+class FixedHeads(Heads):
+    def split(self, x):
+        return x.view(*x.shape[:2], self.num_heads, -1)
+
+
+def test_code_that_uses_the_number_of_all_heads_is_refused_in_a_plan_of_the_user():
+    split = {"*q": "colwise", "*k": "colwise", "*o": "rowwise"}
+    model = nn.Sequential(Heads())
+    assert len(plan_for(model, two_way(split))) == 3
+    model = nn.Sequential(FixedHeads())
+    with pytest.raises(PlanError, match=r"layers of '0', but the code of FixedHeads uses num_heads"):
+        plan_for(model, two_way(split))
+    assert plan_for(model, two_way({**split, "0": "replicate"}))["0"] == "replicate"
+    model[0].num_heads = 1  # as a program has it that divides the number itself
+    assert len(plan_for(model, two_way(split))) == 3
+    sizes = {"hidden_size": 8, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    opt = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=8, max_position_embeddings=8))
+    with pytest.raises(PlanError, match=r"self_attn', but the code of OPTAttention uses num_heads"):
+        plan_for(opt, two_way({"*.[qkv]_proj": "colwise", "*.out_proj": "rowwise"}))
+    assert len(plan_for(opt, two_way({"*.fc1": "colwise", "*.fc2": "rowwise"}))) == 2
+
+
 def test_a_split_stream_is_refused_where_the_plan_was_not_compared_with_it():
     with pytest.raises(NotBuiltYetError, match=r"sequence_parallel=True .*GPT2LMHeadModel"):
         plan_for(gpt2(), two_way(sequence_parallel=True))

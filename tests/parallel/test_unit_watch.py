@@ -344,7 +344,13 @@ def drop_in_optimizer(model, optimizer):
     optimizer.zero_grad()
 
 
-DROPS = drop_nothing, drop_in_model, drop_in_place, drop_in_optimizer
+def drop_nothing_with_recovery(model, optimizer):
+    from hyperpod_plugins.recovery.undo import StepStart
+
+    StepStart(model, [optimizer])
+
+
+DROPS = drop_nothing, drop_in_model, drop_in_place, drop_in_optimizer, drop_nothing_with_recovery
 
 
 def drop_between_forward_and_backward():
@@ -369,23 +375,30 @@ def drop_between_forward_and_backward():
     return told
 
 
-@pytest.mark.spawns
-def test_gradients_that_were_dropped_while_their_parameters_were_gathered_are_not_added_to(run_ranks):
+def weight_of_one_process(drop):
     model = Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(NUM_STEPS):
         loss = model(batch_of(step)).square().mean()
-        optimizer.zero_grad()
+        drop(model, optimizer)
         loss.backward()
         optimizer.step()
+    return model.head.weight.detach()
+
+
+@pytest.mark.spawns
+def test_gradients_that_were_dropped_while_their_parameters_were_gathered_are_not_added_to(run_ranks):
+    """Those that a program adds up over its steps are, as in one process."""
     for told in run_ranks(drop_between_forward_and_backward, world_size=2):
-        for drop in (drop_nothing, drop_in_model):
-            step, text = told[drop.__name__]
-            assert step == 1
-            assert "head.weight" in text
-            assert "block" not in text
-        for drop in (drop_in_place, drop_in_optimizer):
-            torch.testing.assert_close(told[drop.__name__], model.head.weight.detach())
+        step, text = told["drop_in_model"]
+        assert step == 1
+        assert "head.weight" in text
+        assert "block" not in text
+        step, text = told["drop_nothing_with_recovery"]
+        assert step == 1
+        assert "a process that replaces a lost one would not have them" in text
+        for drop in (drop_nothing, drop_in_place, drop_in_optimizer):
+            torch.testing.assert_close(told[drop.__name__], weight_of_one_process(drop))
 
 
 def accumulate_in_bfloat16():
@@ -412,3 +425,56 @@ def test_micro_steps_of_mixed_precision_may_use_different_parameters(run_ranks):
         assert none is None
         assert both[0] == second[0] == first[0] == torch.float32
         torch.testing.assert_close(both[1], first[1] + second[1], rtol=0.02, atol=0.02)
+
+
+def train_before_a_critic(is_frozen):
+    """Gradients flow through a network that no optimizer has: what is kept and sent, and what ranks are told."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, gather_trace, parallelize, unit_watch
+    from hyperpod_plugins.parallel.unit_watch import _watches_of
+
+    gather_trace._NUM_CHECKED, unit_watch._NUM_CHECKED_EVENTS, unit_watch._EVERY = 8, 8, 4
+    dist.init_process_group("hyperpod")
+    rank = dist.get_rank()
+    config = ParallelConfig(block_classes=("Sequential",))
+    model, critic = (parallelize(Routed("late"), build_mesh(config.topology(2), DEVICE), config) for _ in range(2))
+    critic.requires_grad_(not is_frozen)
+    (watch,) = _watches_of(critic)
+    optimizer, calls, lengths, sent = torch.optim.SGD(model.parameters(), lr=0.05), [], [], []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **more: calls.append(more.get("op")) or all_reduce(*args, **more)
+
+    def step():
+        calls.clear()
+        x = batch_of(0)[2 * rank :][:2]
+        critic(x + 0.01 * model(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths.append(len(watch.trace) + sum(len(each._events) for each in watch.without_gradients.values()))
+        sent.append(calls.count(dist.ReduceOp.MAX))
+
+    for _ in range(20):
+        step()
+    shard = optimizer.param_groups[0]["params"][-1]
+    weight = shard.to_local().detach().clone()
+    try:
+        for number in range(20):
+            if number == 1:  # units of one size: without the check, shards of both would be joined
+                critic.kind = "experts"
+            step()
+            weight = shard.to_local().detach().clone()
+    except UnitsDiffer as error:
+        told = str(error)
+    else:
+        told = ""
+    return lengths[:20], sent[4:20], number, told, torch.equal(weight, shard.to_local())
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_network_that_no_optimizer_has(run_ranks, is_frozen):
+    for lengths, sent, number, told, is_unchanged in run_ranks(train_before_a_critic, is_frozen, world_size=2):
+        assert max(lengths) < 20, lengths
+        assert max(sent) <= 3, sent  # it gathers five times and more
+        assert "ranks ran different modules" in told
+        assert number == 1 or not is_frozen
+        assert is_unchanged

@@ -20,6 +20,7 @@ from torch.distributed._composable import checkpoint as checkpoint_function
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.recovery import held_objects
 from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
@@ -842,3 +843,58 @@ def averages_from_another_process():
 @pytest.mark.spawns
 def test_a_list_of_averages_of_shards_reaches_a_process_that_has_none(run_ranks):
     assert run_ranks(averages_from_another_process, world_size=2) == [[True] * 4] * 2
+
+
+class OfLibrary:
+    """Of an installed library: a large tensor and a small one, which are followed by `state_dict`."""
+
+    def __init__(self):
+        self.large, self.count = torch.zeros(5 * MAX_ENTRIES), torch.zeros(1)
+
+    def state_dict(self):
+        return {"large": self.large.detach(), "count": self.count, "fresh": [self.large[:3].clone(), 1]}
+
+    def load_state_dict(self, state):
+        self.large.copy_(state["large"])
+        self.count.copy_(state["count"])
+
+
+OfLibrary.__module__ = "torch.averages"
+AVERAGES = {
+    "in place": lambda it: it.large.add_(1),
+    "a part": lambda it: it.large[7:9].fill_(2),
+    "hidden": lambda it: it.large.data[7:9].fill_(2),
+    "another tensor": lambda it: vars(it).update(large=it.large + 1),
+    "a small one": lambda it: it.count.data.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_the_state_of_an_object_of_a_library_is_copied_again_when_it_changes(name):
+    owner = Owner()
+    owner.average = OfLibrary()
+    attributes = PlainAttributes([("module", owner)])
+    (first,), (second,) = (attributes.keep().states.values() for _ in range(2))
+    assert second is first
+    assert first["large"].data_ptr() != owner.average.large.data_ptr()
+    wanted, sent = copy.deepcopy(first), attributes.state_dict()
+    for _ in range(3):
+        kept = attributes.keep()
+        AVERAGES[name](owner.average)
+        assert attributes.state_dict() != sent
+        (changed,) = attributes.keep().states.values()
+        assert are_same(changed, owner.average.state_dict())
+        assert not are_same(changed, wanted)
+        attributes.put_back(kept)
+        assert are_same(owner.average.state_dict(), wanted)
+        assert are_same(attributes.state_dict(), sent)
+
+
+def test_an_object_of_a_library_with_a_large_state_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr(held_objects, "_MANY_BYTES", 2**12)
+    owner = Owner()
+    owner.average = OfLibrary()
+    with caplog.at_level(logging.WARNING):
+        attributes = PlainAttributes([("module", owner)])
+        attributes.keep()
+    assert caplog.text.count("the state_dict() of module.average (OfLibrary) holds") == 1

@@ -44,7 +44,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
     restart_from_newest,
 )
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
-from hyperpod_plugins.elastic.store.left_loops import LeftLoop, departures, have_all_left
+from hyperpod_plugins.elastic.store.left_loops import EarlyDepartures, LeftLoop
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -235,26 +235,47 @@ def test_loops_that_were_left():
     job_store = JobStore.from_store("job", HashStore())
     of = {"entry": 1, "committed": 4, "generation": 2}
     first, second = (LeftLoop(worker_id=each, incarnation=0, **of) for each in (0, 1))
-    assert departures(job_store, 1) == {}
+    departures = EarlyDepartures(job_store, 1)
+    assert departures.present() == {}
     first.publish(job_store)
-    assert departures(job_store, 1) == {0: first}
-    assert not have_all_left(job_store, 1, 2, [0, 1])
+    assert departures.present() == {0: first}
+    assert not departures.have_all_left(2, [0, 1])
     assert job_store.next_incarnation(0) == 1  # the process has ended, and is replaced
-    assert departures(job_store, 1) == {}
+    assert departures.present() == {}
     assert LeftLoop.of_process(job_store, 0, 0) == first
     assert LeftLoop.of_process(job_store, 0, 1) is None
     second.publish(job_store)
-    assert have_all_left(job_store, 1, 2, [0, 1])  # all that were part of that generation
-    assert not have_all_left(job_store, 1, 3, [0, 1])
-    assert not have_all_left(job_store, 0, 2, [0, 1])
-    assert departures(job_store, 1) == {1: second}
+    assert departures.have_all_left(2, [0, 1])  # all that were part of that generation
+    assert not departures.have_all_left(3, [0, 1])
+    assert not EarlyDepartures(job_store, 0).have_all_left(2, [0, 1])
+    assert departures.present() == {1: second}
+
+
+def test_each_record_of_a_loop_that_was_left_is_read_once(monkeypatch):
+    job_store, read = JobStore.from_store("job", HashStore()), []
+    try_get_all = job_store.try_get_all
+    monkeypatch.setattr(job_store, "try_get_all", lambda names: read.append(len(names)) or try_get_all(names))
+    departures = EarlyDepartures(job_store, 0)
+    job_store.count("left_early/0", 1)  # its writer is lost before it writes its record, or late
+    for worker_id in range(1, 4):
+        LeftLoop(worker_id=worker_id, incarnation=0, entry=0, committed=1, generation=0).publish(job_store)
+        for _ in range(2):
+            assert departures.have_all_left(0, [1, 2, 3]) is (worker_id == 3)
+            assert len(departures.present()) == worker_id
+    assert sum(read) <= 4 * 3 + 3, read
+    late = LeftLoop(worker_id=0, incarnation=0, entry=0, committed=1, generation=0)
+    job_store.set("left_early/0/1", late.to_json().encode())
+    assert departures.have_all_left(0, [0, 1, 2, 3])
+    read.clear()
+    assert departures.have_all_left(0, [0, 1, 2, 3])
+    assert not read
 
 
 def test_the_wait_for_ranks_that_are_still_in_a_loop_ends():
     """By a rank that has run the loop to its end, or when it has lasted for as long as a wait outside of steps may."""
     job_store = JobStore.from_store("job", HashStore())
     engine = RecoveryEngine.__new__(RecoveryEngine)
-    engine._entry = 0
+    engine._entry, engine._departures = 0, EarlyDepartures(job_store, 0)
     engine.member = SimpleNamespace(
         rank=0,
         worker_id=0,
@@ -291,6 +312,25 @@ def test_how_often_a_loop_may_fail():
         why_not = budget.why_not_replace(loss, 1.0, 0.0)
         assert (why_not is not None) is is_refused, (num_attempts, made_progress)
     assert why_not == "its loop has failed in 3 attempts at the same place, the last time with KeyError: no"
+
+
+def test_a_worker_that_runs_a_few_steps_and_fails_each_time_is_given_up():
+    budget = RestartBudget(RestartPolicy(max_brief_lives=4))
+    raised = {"code": 1, "error": "KeyError: no", "has_left_loop": True, "is_armed": True, "num_attempts": 1}
+    loss = WorkerExit(**raised, made_progress=True, has_begun=True, uses_recovery=True)
+    killed = WorkerExit(code=-9, is_armed=True, has_begun=True, uses_recovery=True)
+    for one, uptime_s, is_refused in [
+        *[(loss, 1.0, False)] * 3,
+        (loss, 100.0, False),  # it had run for long enough
+        *[(loss, 1.0, False)] * 3,
+        (killed, 1.0, False),  # no fault of its own
+        *[(loss, 1.0, False)] * 3,
+        (loss, 1.0, True),
+    ]:
+        why_not = budget.why_not_replace(one, uptime_s, 0.0)
+        assert (why_not is not None) is is_refused
+    assert "failed 4 times in a row within 60 s of its start" in why_not
+    assert "KeyError: no" in why_not
 
 
 def test_attempts_at_one_place_of_a_loop():

@@ -87,9 +87,9 @@ def test_connections_that_end_are_no_loss_unless_a_process_was_lost():
     assert member.unrepaired_loss() is None
 
 
-def all_return(member, times, lost_at):
+def all_return(member, times, lost_at, steps_lost=2):
     """To the snapshot of two steps before; one process stands for all ranks."""
-    plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), senders={}, steps_lost=2, is_return=True)
+    plan = RecoveryPlan(step=lost_at - 2, roll_forward=(), senders={}, steps_lost=steps_lost, is_return=True)
     for _ in range(times):
         member.generation += 1
         for _ in range(member.world.size):
@@ -105,6 +105,16 @@ def test_eight_returns_from_one_step_end_the_job():
     with pytest.raises(RecoveryError, match="the state after step 5 was lost 8 times"):
         all_return(member, times=1, lost_at=5)
     assert "lost 8 times" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
+
+
+def test_returns_from_an_unknown_step_are_counted_by_themselves():
+    """Not as losses of the state of their snapshot, too."""
+    member, _store = member_of_one(num_ranks=2)
+    all_return(member, times=7, lost_at=7, steps_lost=None)
+    all_return(member, times=7, lost_at=5)
+    assert member.job_store.try_get(GAVE_UP_KEY) is None
+    with pytest.raises(RecoveryError, match="the state of a step after 5 was lost 8 times"):
+        all_return(member, times=1, lost_at=7, steps_lost=None)
 
 
 def test_returns_of_an_earlier_fit_do_not_count():

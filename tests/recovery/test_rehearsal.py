@@ -354,12 +354,15 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
     [
         pytest.param("program_gallery.py", "warm_up", "batch_end,forward", id="a rate written between micro-steps"),
         pytest.param("program_gallery.py", "logs_between", "forward,batch_end", id="metrics between micro-steps"),
-        pytest.param("program_gallery_session.py", "reads_before", "forward,commit", id="a body that reads its state"),
+        pytest.param(
+            "program_gallery_session.py", "reads_before", "forward,commit,batch_end", id="a body that reads its state"
+        ),
         pytest.param("program_gallery.py", "sharded_curriculum", "dataloader,commit", id="hooks before a snapshot"),
         pytest.param("program_gallery.py", "sharded_logs_before", "batch_end", id="metrics before a snapshot"),
         pytest.param("program_gallery.py", "optimizer_on_host", "forward,commit", id="a snapshot of host state"),
         pytest.param("program_gallery_session.py", "optimizer_on_host", "forward,commit", id="optimizer on the host"),
         pytest.param("program_gallery_accelerate.py", "parameters_on_host", "commit", id="parameters on the host"),
+        pytest.param("program_gallery_accelerate.py", "images", "save_state,forward", id="an Accelerator that saves"),
         pytest.param("program_gallery.py", "split_in_setup", "forward,batch_end,validation", id="random splits"),
         pytest.param("program_gallery.py", "registered_curriculum", "forward", id="a hook that reads an object"),
         pytest.param(

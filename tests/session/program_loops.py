@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 faults = Faults()
 OPTIMIZERS = []
 OPTIONS = json.loads(os.environ.get("OPTIONS", "{}"))
+OPTIONS_OF_SESSION = OPTIONS.pop("session", {})
 
 
 class Total:
@@ -227,6 +228,67 @@ def writes():
     finish(
         session, net, values=before.values, sum=float(before.sum), after=after.value, count=net.count, program=program
     )
+
+
+def reads():
+    """Its body computes with rank-local state that it writes before the step, in the step and after it."""
+    session, net, loader = make(Taught, recovery=RecoveryOptions(**OPTIONS), **OPTIONS_OF_SESSION)
+    total = Total()
+    session.register_rank_local("total", total)
+    for step in session.steps(loader, epochs=2):
+        with step:
+            net.count += 1
+            net.small += net.small.sum() * 0.01 + step.index
+            net.large[0] = net.large[0] * 0.9 + 1
+            total.value = total.value * 0.9 + step.index
+            factor = 1 + (net.count % 7 + float(net.small.mean()) + float(net.large.mean()) + total.value) / 1000
+
+            def loss_of(batch, at=step, by=factor):
+                total.value += float(batch[0].sum())
+                net.count += 1
+                faults.at("compute", at.index)
+                return (net(batch[0]) * by - batch[0]).square().mean()
+
+            faults.at("begun", step.index)
+            loss = step.run(loss_of)
+            total.value += float(loss) * (session.rank + 1) + factor
+            net.count += 1
+            net.small.mul_(0.9)
+            net.large[1] += 1
+            everyone = torch.ones(1)
+            dist.all_reduce(everyone)
+            faults.at("between", step.index)
+            dist.all_reduce(everyone)
+            net.small.add_(1.0)
+    finish(session, net, total=total.value, count=net.count)
+
+
+def compares():
+    """Its body compares a parameter before and after the step."""
+    session, net, loader = make(hybrid_shard_degree=2)
+    session.state["moved"] = []
+    for step in session.steps(loader, epochs=2):
+        with step:
+            before = net[0].bias.detach().to_local().clone()
+            step.run(lambda batch: (net(batch[0]) - batch[0]).square().mean())
+            moved = (net[0].bias.detach().to_local() - before).abs().sum()
+            dist.all_reduce(moved)
+            faults.at("between", step.index)
+            dist.all_reduce(moved)
+            session.state["moved"].append(float(moved))
+    finish(session, net, program=dict(session.state))
+
+
+def normalizes():
+    """Its body computes with a parameter to which it also writes, before the step."""
+    session, net, loader = make()
+    for step in session.steps(loader):
+        with step:
+            with torch.no_grad():
+                net[0].bias.mul_(0.99)
+            by = float(net[0].bias.detach().to_local().norm())
+            step.run(lambda batch, by=by: by * (net(batch[0]) - batch[0]).square().mean())
+            print("has run a step")
 
 
 def decays():

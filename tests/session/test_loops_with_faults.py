@@ -166,6 +166,52 @@ def test_all_that_a_body_writes_counts_once(faults, options, tmp_path):
     assert_equal(wanted, found, 4)
 
 
+@pytest.mark.parametrize(
+    ("faults", "session"),
+    [
+        pytest.param([["compute", 5, 1, "kill"], ["between", 11, 0, "kill"]], {}, id="each shard once"),
+        pytest.param(
+            [["begun", 6, 0, "kill"], ["begun", 6, 1, "kill"], ["between", 13, 1, "kill"], ["between", 13, 0, "kill"]],
+            {"hybrid_shard_degree": 1},
+            id="all replicas at once",
+        ),
+    ],
+)
+def test_what_a_body_reads_before_its_step_after_a_return_to_a_snapshot(faults, session, tmp_path):
+    options = {"session": session}
+    wanted = run(tmp_path / "wanted", "reads", options=options, num_ranks=2)
+    found = run(tmp_path / "found", "reads", faults, options=options, num_ranks=2)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, len(faults)), found.output[-6000:]
+    assert_equal(wanted, found, 2)
+    assert "return to the snapshot" in found.output
+
+
+def test_what_a_body_reads_before_its_step_and_uses_after_it(tmp_path):
+    """Where only the rest is repeated: a survivor and a replacement have what they had as the body began."""
+    options = {"session": {"hybrid_shard_degree": 2}}
+    faults = [["between", 0, 2, "kill"], ["between", 5, 1, "kill"], ["between", 9, 0, "kill"], ["begun", 13, 3, "kill"]]
+    wanted = run(tmp_path / "wanted", "reads", options=options)
+    found = run(tmp_path / "found", "reads", faults, options=options)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 4), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+
+
+def test_a_body_that_compares_a_parameter_before_and_after_its_step(tmp_path):
+    """Where the rest of the body is to be repeated, only the parameters after the step are known: all return."""
+    faults = [["between", 4, 1, "kill"], ["between", 12, 0, "kill"]]
+    wanted, found = run(tmp_path / "wanted", "compares"), run(tmp_path / "found", "compares", faults)
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 2), found.output[-6000:]
+    assert_equal(wanted, found, 4)
+    assert "return to the snapshot" in found.output
+
+
+def test_a_body_that_computes_with_what_it_has_written_to_parameters_is_refused(tmp_path):
+    job = run(tmp_path, "normalizes", num_ranks=2)
+    assert job.code == 1
+    assert "writes to 0.bias and also computes with it, before step.run" in job.output
+    assert "has run a step" not in job.output
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_parameters_that_a_body_writes_before_the_step(after, tmp_path):
     """They are put back; if the body writes to parameters after the step, too, all ranks return to a snapshot."""

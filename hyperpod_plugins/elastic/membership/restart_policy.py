@@ -44,6 +44,8 @@ class RestartPolicy:
     start."""
     early_s: float = 60.0
     """Seconds after its start in which a fault counts as early."""
+    max_brief_lives: int = 12
+    """The same as `max_early_faults` where some of these processes have run the body of a step to its end."""
     max_attempts: int = 3
     """Attempts at one step's body of a loop that may end with an exception before it counts as a bug in the program."""
 
@@ -63,6 +65,7 @@ class RestartBudget:
     policy: RestartPolicy
     _restarts_s: deque[float] = field(default_factory=deque[float])
     _early_faults: int = 0
+    _brief_lives: int = 0
 
     def why_not_replace(self, loss: "WorkerExit", uptime_s: float, now_s: float) -> str | None:
         """Return why a worker that ended is not to be replaced; None replaces it and counts the replacement.
@@ -76,8 +79,9 @@ class RestartBudget:
             return f"exit code {GAVE_UP} says that its own recovery gave up"
         if loss.code == NOT_NEEDED:
             return None
-        early = uptime_s < self.policy.early_s and loss.is_own_fault and not loss.made_progress
-        self._early_faults = self._early_faults + 1 if early else 0
+        is_brief = uptime_s < self.policy.early_s and loss.is_own_fault
+        self._brief_lives = self._brief_lives + 1 if is_brief else 0
+        self._early_faults = self._early_faults + 1 if is_brief and not loss.made_progress else 0
         while self._restarts_s and now_s - self._restarts_s[0] > self.policy.window_s:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self.policy.max_restarts:
@@ -88,6 +92,12 @@ class RestartBudget:
             return f"its loop has failed in {loss.num_attempts} attempts at the same place, the last time with {last}"
         if self._early_faults >= self.policy.max_early_faults:
             return f"it failed {self._early_faults} times in a row within {self.policy.early_s:g} s of its start"
+        if self._brief_lives >= self.policy.max_brief_lives:
+            last = loss.error or f"exit code {loss.code}"
+            return (
+                f"it failed {self._brief_lives} times in a row within {self.policy.early_s:g} s of its start, though "
+                f"it has run steps, the last time with {last}"
+            )
         self._restarts_s.append(now_s)
         return None
 

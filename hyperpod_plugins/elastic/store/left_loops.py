@@ -4,11 +4,11 @@ A process that leaves its loop cannot know whether the program catches the excep
 the loop, too. It records in the job store that it has left:
 
 * its agent reads the record when the process ends (`LeftLoop.of_process`), and counts attempts at one place of a loop;
-* ranks that stop for a fault look whether another one has left for good (`departures`);
-* once all ranks have left, the loop is over (`have_all_left`).
+* ranks that stop for a fault look whether another one has left for good (`EarlyDepartures.present`);
+* once all ranks have left, the loop is over (`EarlyDepartures.have_all_left`).
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -67,37 +67,55 @@ class LeftLoop(JsonRecord):
         return max(len({generation for generation, _ in pairs}), *per_worker.values())
 
 
-def departures(job_store: JobStore, entry: int) -> Mapping[int, LeftLoop]:
-    """By worker_id, the processes that have left an entry early and have not been replaced since.
+class EarlyDepartures:
+    """The records of one entry, as one process reads them: each of them once. For one thread."""
 
-    Raises:
-        ValueError: a value in the store is malformed.
-    """
-    found = {left.worker_id: left for left in _all_of(job_store, entry)}
-    present = dict(zip(found, job_store.incarnations(list(found)), strict=True))
-    return {worker_id: left for worker_id, left in found.items() if left.incarnation == present[worker_id]}
+    def __init__(self, job_store: JobStore, entry: int) -> None:
+        """Read nothing yet; `entry` is the number of the entry."""
+        self._job_store, self._name = job_store, f"{_OF_ENTRY}/{entry}"
+        self._num_seen = 0
+        self._missing: list[int] = []
+        """Numbers of records that have been counted, but are not written yet, or never will: their writers were
+        lost."""
+        self._newest: dict[int, LeftLoop] = {}
+        """The record of the newest process of each worker."""
+        self._members: defaultdict[int, set[int]] = defaultdict(set)
+        """The workers that have left, by the last generation that they were part of."""
 
+    def present(self) -> Mapping[int, LeftLoop]:
+        """By worker_id, the processes that have left the entry early and have not been replaced since.
 
-def have_all_left(job_store: JobStore, entry: int, generation: int, worker_ids: Collection[int]) -> bool:
-    """Whether all members of a generation have left an entry early, so that it is over.
+        Raises:
+            ValueError: a value in the store is malformed.
+        """
+        self._read_new(self._job_store.count(self._name))
+        present = dict(zip(self._newest, self._job_store.incarnations(list(self._newest)), strict=True))
+        return {worker_id: left for worker_id, left in self._newest.items() if left.incarnation == present[worker_id]}
 
-    Args:
-        job_store: of the job.
-        entry: its number.
-        generation: its number.
-        worker_ids: of its members.
+    def have_all_left(self, generation: int, worker_ids: Collection[int]) -> bool:
+        """Whether all members of a generation have left the entry early, so that it is over.
 
-    Raises:
-        ValueError: a value in the store is malformed.
-    """
-    if job_store.count(f"{_OF_ENTRY}/{entry}") < len(worker_ids):
-        return False
-    return {left.worker_id for left in _all_of(job_store, entry) if left.generation == generation} >= set(worker_ids)
+        Args:
+            generation: its number.
+            worker_ids: of its members.
 
+        Raises:
+            ValueError: a value in the store is malformed.
+        """
+        number = self._job_store.count(self._name)
+        if number < len(worker_ids):
+            return False
+        self._read_new(number)
+        return self._members.get(generation, set()) >= set(worker_ids)
 
-def _all_of(job_store: JobStore, entry: int) -> list[LeftLoop]:
-    """All records of an entry, those of the newest processes last."""
-    number = job_store.count(f"{_OF_ENTRY}/{entry}")
-    names = [f"{_OF_ENTRY}/{entry}/{each}" for each in range(1, number + 1)]
-    found = map(LeftLoop.from_json, job_store.try_get_all(names).values() if names else ())
-    return sorted(found, key=lambda left: left.incarnation)
+    def _read_new(self, number: int) -> None:
+        wanted = [*self._missing, *range(self._num_seen + 1, number + 1)]
+        names = {f"{self._name}/{each}": each for each in wanted}
+        found = self._job_store.try_get_all(list(names)) if names else {}
+        for left in map(LeftLoop.from_json, found.values()):
+            known = self._newest.get(left.worker_id)
+            if known is None or known.incarnation <= left.incarnation:
+                self._newest[left.worker_id] = left
+            self._members[left.generation].add(left.worker_id)
+        self._missing = [each for name, each in names.items() if name not in found]
+        self._num_seen = max(self._num_seen, number)
