@@ -86,7 +86,6 @@ def to_float8(linear: nn.Linear, recipe: str, *, is_emulated: bool, pads_inner_d
     linear.__class__ = Float8Linear
 
 
-
 def gather_in_float8(parameter_groups: Iterable[Any]) -> int:
     """Let FSDP2 gather the weights of layers with a scale for a whole tensor in float8, in place.
 
