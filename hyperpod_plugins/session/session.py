@@ -37,7 +37,7 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
-from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
+from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
 from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import complete_layout, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
-from hyperpod_plugins.parallel.collective_errors import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.unit_watch import reshard_gathered
