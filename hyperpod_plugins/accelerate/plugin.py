@@ -10,8 +10,13 @@ import yaml
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
 from hyperpod_plugins.accelerate.compat import AORecipeKwargs, TERecipeKwargs
-from hyperpod_plugins.accelerate.float8_recipes import te_options, torchao_options
-from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.launch_config import (
+    AccelerateSettings,
+    options_in,
+    te_options,
+    torchao_options,
+    variables_in,
+)
 from hyperpod_plugins.accelerate.process_state import ResizableJob
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
