@@ -21,7 +21,7 @@ from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, i
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 from hyperpod_plugins.recovery.state_digests import object_digests
-from hyperpod_plugins.session.grad_scalers import ScalerWatch
+from hyperpod_plugins.session.state import ScalerWatch
 
 
 class Owner(nn.Module):
