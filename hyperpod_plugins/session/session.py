@@ -23,8 +23,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, elastic_spec_of
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
