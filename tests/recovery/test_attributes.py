@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
+from recovery.meters import Meter
 from recovery.test_life import results
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_function
@@ -352,15 +353,6 @@ def test_a_batch_that_follows_what_its_rank_alone_has_is_not_trained_on_by_a_rep
     disturbed, text = results("program_attributes.py", tmp_path / "disturbed", "fit own kill:1:step2:1")
     assert "on_before_batch_transfer has changed the first batch of a replacement by module.last" in text
     assert disturbed == undisturbed
-
-
-class Meter:
-    def __init__(self):
-        self.n, self.mean = 0, 0.0
-
-    def update(self, value):
-        self.n += 1
-        self.mean += (value - self.mean) / self.n
 
 
 class Average:
