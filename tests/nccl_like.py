@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperpod_plugins.comm import groups
-from hyperpod_plugins.comm.device_queue import RECORDERS
+from hyperpod_plugins.comm.runtime import RECORDERS
 from hyperpod_plugins.comm.transport import Gloo, InnerGroup
 from hyperpod_plugins.comm.work import reduce_scatter
 

@@ -10,8 +10,13 @@ import yaml
 
 from hyperpod_plugins.accelerate.accelerator import HyperPodAccelerator
 from hyperpod_plugins.accelerate.compat import AORecipeKwargs, TERecipeKwargs
-from hyperpod_plugins.accelerate.float8_recipes import te_options, torchao_options
-from hyperpod_plugins.accelerate.launch_config import AccelerateSettings, options_in, variables_in
+from hyperpod_plugins.accelerate.launch_config import (
+    AccelerateSettings,
+    options_in,
+    te_options,
+    torchao_options,
+    variables_in,
+)
 from hyperpod_plugins.accelerate.process_state import ResizableJob
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec
 from hyperpod_plugins.comm import CommOptions
@@ -229,17 +234,26 @@ def _names_of_float8(told: set[str], settings: AccelerateSettings) -> frozenset[
 
 def _read(source: ConfigSource | None) -> tuple[ParallelConfig | Mapping[str, Any] | str | Path | None, dict[str, Any]]:
     """Return what `ParallelConfig.of` can read, and the options from what it cannot read: an Accelerate file."""
-    if not isinstance(source, str | Path) or Path(source).suffix not in (".yaml", ".yml"):
-        return source, {}
+    if isinstance(source, str | Path) and Path(source).suffix in (".yaml", ".yml"):
+        return {}, options_in(variables_in(_accelerate_file(source)))
+    return source, {}
+
+
+def _accelerate_file(path: str | Path) -> dict[str, Any]:
+    """Read an Accelerate configuration file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a YAML file with keys.
+    """
     try:
-        file = yaml.safe_load(Path(source).read_text())
+        content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(
-            f"the configuration file {str(source)!r} cannot be read ({error.strerror}). Give the path of a file, in an "
+            f"the configuration file {str(path)!r} cannot be read ({error.strerror}). Give the path of a file, in an "
             "argument or in HYPERPOD_CONFIG; `hyperpod preset list` shows those that come with the package."
         ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"the configuration file {str(source)!r} is not YAML: {error}") from None
-    if not isinstance(file, dict):
-        raise ConfigError(f"the configuration file {str(source)!r} must hold keys of Accelerate, such as fsdp_config")
-    return {}, options_in(variables_in(cast("dict[str, Any]", file)))
+        raise ConfigError(f"the configuration file {str(path)!r} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"the configuration file {str(path)!r} must hold keys of Accelerate, such as fsdp_config")
+    return cast("dict[str, Any]", content)

@@ -2,7 +2,6 @@
 
 from hyperpod_plugins.comm.channel import Channel
 from hyperpod_plugins.comm.commit_vote import commit_vote
-from hyperpod_plugins.comm.device_queue import record_event as record_queue
 from hyperpod_plugins.comm.groups import (
     choose_transport,
     connect,
@@ -18,6 +17,7 @@ from hyperpod_plugins.comm.options import WORLD, CommOptions, GroupKey
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup, generation_of, live_groups, pin_generation
 from hyperpod_plugins.comm.reconfigure import Reconfiguration, break_groups, release_broken
 from hyperpod_plugins.comm.runtime import device_queue, group_health, reset_traffic, traffic
+from hyperpod_plugins.comm.runtime import record_event as record_queue
 from hyperpod_plugins.comm.traffic import Traffic, wire_bytes
 from hyperpod_plugins.comm.work import current_wait
 

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyperpod_plugins.comm.device_queue import QueuedCollective, record_event
 from hyperpod_plugins.comm.options import GroupKey
-from hyperpod_plugins.comm.runtime import device_queue, group_health, runtime
+from hyperpod_plugins.comm.runtime import QueuedCollective, device_queue, group_health, record_event, runtime
 from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.errors import PeerLost
 

@@ -1,7 +1,7 @@
 """Elastic membership: which workers belong to a job, and how they agree on it."""
 
 from hyperpod_plugins.elastic.membership.elastic_events import elastic_event_detected, watch_elastic_events
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord

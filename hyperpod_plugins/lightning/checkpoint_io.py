@@ -16,10 +16,10 @@ from hyperpod_plugins.lightning.compat import LightningModule
 from hyperpod_plugins.lightning.trainer_state import sharded_parts
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.save_load import has_tensor
 from hyperpod_plugins.parallel.checkpoint.state import NUM_AVERAGED, StateParts
-from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.recovery import SavedCheckpoints
 from hyperpod_plugins.recovery.packing import are_same
 

@@ -26,12 +26,12 @@ from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
     ElasticSpec,
     Layout,
     elastic_spec_of,
     publish_elastic_spec,
 )
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig

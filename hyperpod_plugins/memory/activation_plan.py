@@ -34,8 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hyperpod_plugins.memory.block_calls import surround
-from hyperpod_plugins.memory.recompute import is_in_backward, set_recomputed
+from hyperpod_plugins.memory.recompute import is_in_backward, set_recomputed, surround
 
 log = logging.getLogger(__name__)
 Way = Literal["offload", "recompute", "keep"]

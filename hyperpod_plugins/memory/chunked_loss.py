@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.block_calls import derived_class
+from hyperpod_plugins.memory.recompute import derived_class
 
 CAUSAL_LOSS = "ForCausalLM"
 """Name by which transformers knows the loss of causal language models."""

@@ -35,9 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.block_calls import is_in_checkpoint, leave_out_of_graphs, surround
 from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
-from hyperpod_plugins.memory.recompute import is_in_backward
+from hyperpod_plugins.memory.recompute import is_in_backward, is_in_checkpoint, leave_out_of_graphs, surround
 
 log = logging.getLogger(__name__)
 MIN_BYTES = 64 * 1024

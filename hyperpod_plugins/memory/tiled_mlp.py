@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.memory.block_calls import derived_class
+from hyperpod_plugins.memory.recompute import derived_class
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 _NUM_TILES = "_hyperpod_num_tiles"

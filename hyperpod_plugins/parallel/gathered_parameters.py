@@ -9,7 +9,7 @@ values from the shard when it gathers, and nothing back.
 - A write, such as that of `nn.Embedding(max_norm=...)` or of a momentum encoder in `training_step`, would be lost, or
   with `parameter.data = ...` even detach the parameter from its shards. It is detected, so that the step is refused.
 - Attributes that it sets on one of the two, such as `parameter._no_weight_decay`, are copied to the other, and
-  references of the program show the one that the module's attribute shows; see `parameter_references`.
+  references of the program show the one that the module's attribute shows; see `follow_references`.
 
 [Note: how writes to gathered parameters are found] FSDP2 preserves the version counter of a gathered parameter, so
 only the program advances it. A write through `.data` does not advance it; the bit sums that are compared in the first

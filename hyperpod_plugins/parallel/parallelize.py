@@ -239,7 +239,7 @@ def use_float8_gathers(model: nn.Module, config: ParallelConfig) -> None:
         ConfigError: see `gather_in_float8`.
     """
     if config.float8_all_gather:
-        from hyperpod_plugins.precision.float8_gather import gather_in_float8  # needs torchao
+        from hyperpod_plugins.precision.float8_linear import gather_in_float8  # needs torchao
 
         gather_in_float8(group for part in model.modules() for group in parameter_groups(part))
 

@@ -5,9 +5,8 @@ from itertools import product
 from typing import Protocol
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, choose, sort_layouts
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, choose, sort_layouts
 from hyperpod_plugins.elastic.membership.reshard import exit_surplus
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.env import JobEnv

@@ -33,6 +33,7 @@ from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
+from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until
 from hyperpod_plugins.elastic.store.left_loops import EarlyDepartures, LeftLoop
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
@@ -41,7 +42,6 @@ from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import NO_STATE
-from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until
 from hyperpod_plugins.recovery.protocols import Repair, TrainingLoop
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall

@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
-from hyperpod_plugins.parallel.parameter_references import slots_of
+from hyperpod_plugins.parallel.former_parameters import slots_of
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_DEPTH, MAX_ENTRIES, SCALARS, is_data
 from hyperpod_plugins.recovery.packing import are_same, as_integers, copied_leaf, on_devices_of
 from hyperpod_plugins.recovery.program_collectives import is_library

@@ -22,11 +22,10 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.quorum_policy import Action, MembershipPolicy, QuorumView, next_action
-from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, poll_interval_s, scan_interval_s
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
-from hyperpod_plugins.recovery.polling import poll_interval_s, scan_interval_s
 from hyperpod_plugins.recovery.restart_all import follow_final_save
 from hyperpod_plugins.recovery.stop_reports import Survivors, has_stopped, is_outside, members_before
 from hyperpod_plugins.recovery.world_view import WorldView

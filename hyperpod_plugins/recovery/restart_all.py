@@ -18,12 +18,11 @@ from hyperpod_plugins.elastic.store.entry_records import (
     restart_from_newest,
     why_untrusted,
 )
-from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
+from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY, poll_until
 from hyperpod_plugins.env import JobEnv, run_id
 from hyperpod_plugins.errors import RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.recovery.plan import RecoveryLevel
-from hyperpod_plugins.recovery.polling import poll_until
 
 log = logging.getLogger(__name__)
 

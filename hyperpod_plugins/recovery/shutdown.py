@@ -14,13 +14,12 @@ from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.membership.reshard import drop_request, requested_degrees
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.entry_records import from_present_entry
-from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
+from hyperpod_plugins.elastic.store.job_store import RESTART_KEY, poll_until
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryLevel, RecoveryPlan, plan_salvage
-from hyperpod_plugins.recovery.polling import poll_until
 from hyperpod_plugins.recovery.protocols import RESHARD, TrainingLoop
 from hyperpod_plugins.recovery.quorum import ReplacementTimeout
 from hyperpod_plugins.recovery.restart_all import known_checkpoints, newest_checkpoint, request_restart

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import break_groups, commit_vote, group_health
-from hyperpod_plugins.comm.device_queue import RECORDERS
+from hyperpod_plugins.comm.runtime import RECORDERS
 from hyperpod_plugins.elastic import FailureRecord
 from hyperpod_plugins.elastic.store.entry_records import ended_entries
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY

@@ -14,9 +14,9 @@ from enum import Enum, auto
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until, scan_interval_s
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE
-from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until, scan_interval_s
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
 from hyperpod_plugins.recovery.world_view import WorldView

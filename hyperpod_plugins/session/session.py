@@ -23,8 +23,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, elastic_spec_of
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
@@ -37,7 +36,7 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
-from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
+from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
 from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters

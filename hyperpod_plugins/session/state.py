@@ -1,18 +1,20 @@
 """What a loop trains: model, optimizers and schedulers, as transactions and checkpoints see them."""
 
 import copy
+import functools
 import io
 import logging
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,9 +23,9 @@ from torch.utils._pytree import tree_map
 from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
+from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import complete_layout, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
-from hyperpod_plugins.parallel.collective_errors import any_rank, default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.unit_watch import reshard_gathered
@@ -51,7 +53,6 @@ from hyperpod_plugins.recovery.undo import (
     end_iteration,
     modules_of,
 )
-from hyperpod_plugins.session.grad_scalers import ScalerWatch
 
 log = logging.getLogger(__name__)
 
@@ -705,3 +706,49 @@ class TrainedState:
 def rank_local_name(name: str) -> str:
     """Name of a registered object's state among the rank-local states."""
     return f"registered {name!r}"
+
+
+class ScalerWatch:
+    """Notes which `GradScaler` scales a loss while a loop runs. The scale follows from all steps so far."""
+
+    def __init__(self, is_known: Callable[[object], bool]) -> None:
+        """Watch nothing yet; `is_known`: whether an object is restored, and sent to a replacement."""
+        self._is_known = is_known
+        self._used: dict[int, GradScaler] = {}
+        self._undo: Callable[[], None] | None = None
+
+    def open(self) -> None:
+        """Watch all scalers, until `close`."""
+        scaler, used = cast("Any", GradScaler), self._used
+        former = scaler.scale
+
+        @functools.wraps(former)
+        def scale(this: GradScaler, outputs: Any) -> Any:
+            used[id(this)] = this
+            return former(this, outputs)
+
+        def undo() -> None:
+            scaler.scale = former
+
+        scaler.scale, self._undo = scale, undo
+
+    def close(self) -> None:
+        """Watch no more."""
+        undo, self._undo = self._undo, None
+        self._used.clear()
+        if undo is not None:
+            undo()
+
+    def check(self) -> None:
+        """Refuse scalers that the steps so far have used.
+
+        Raises:
+            ConfigError: one is enabled, and a replacement would not get it.
+        """
+        used = [each for each in self._used.values() if each.is_enabled() and not self._is_known(each)]
+        if used:
+            raise ConfigError(
+                "a GradScaler is used in the steps, but was not given to the session. With recovery, a step that is "
+                "run again would find another scale, and a replacement would begin with a new one. Call, after "
+                'session.train: session.register_rank_local("scaler", scaler).'
+            )

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 from faults import Faults
 
 from hyperpod_plugins.accelerate import HyperPodPlugin
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.session import Session
 
 WIDTH, NUM_EVALUATED = 8, 11

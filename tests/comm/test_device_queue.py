@@ -1,7 +1,7 @@
 """The queue of a device: which collective it waits in, told by the marks that a program leaves in it."""
 
-from hyperpod_plugins.comm.device_queue import DeviceQueue, QueuedCollective
 from hyperpod_plugins.comm.options import GroupKey
+from hyperpod_plugins.comm.runtime import DeviceQueue, QueuedCollective
 
 SHARD, REPLICATE = GroupKey("shard"), GroupKey("replicate")
 

@@ -101,7 +101,7 @@ def the_host_reads_after_a_break():
     from hyperpod_plugins.comm import group_health
     from hyperpod_plugins.comm.runtime import runtime
     from hyperpod_plugins.errors import PeerLost
-    from hyperpod_plugins.parallel.collective_errors import any_rank, default_group
+    from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
 
     rank = int(os.environ["RANK"])
     join(rank)

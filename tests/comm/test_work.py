@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hyperpod_plugins.comm import WORLD, CommOptions, GroupKey, ResilientProcessGroup, current_wait, device_queue
-from hyperpod_plugins.comm.device_queue import QueuedCollective
-from hyperpod_plugins.comm.runtime import runtime
+from hyperpod_plugins.comm.runtime import QueuedCollective, runtime
 from hyperpod_plugins.comm.transport import Gloo, InnerGroup
 from hyperpod_plugins.comm.work import FinishedWork, PeerWait, ReduceScatterWork, ResilientWork, no_op_group
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hyperpod_plugins.data import BatchSplit, Cursor, ElasticSampler, rank_positions, sample_weight
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.errors import ConfigError
 

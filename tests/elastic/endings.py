@@ -130,8 +130,7 @@ class Run:
         """Wait for the first workers, and write down what a program that recovers would."""
         from hyperpod_plugins.elastic import JobStore
         from hyperpod_plugins.elastic.membership.admission import publish_initial_world
-        from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
-        from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+        from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, publish_elastic_spec
         from hyperpod_plugins.elastic.store.world import WorldPlan
         from hyperpod_plugins.env import JobEnv
 

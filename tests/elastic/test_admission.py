@@ -27,8 +27,12 @@ from hyperpod_plugins.elastic.membership.admission import (
     turn_poll_s,
     world_or_none,
 )
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of, publish_elastic_spec
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
+    ElasticSpec,
+    elastic_spec_of,
+    publish_elastic_spec,
+)
 from hyperpod_plugins.elastic.rendezvous.store import name_of_round
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import StateLost

@@ -13,9 +13,8 @@ from elastic.stores import Cut, Lost
 
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.elastic.membership.admission import job_status, publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.reshard import requested_degrees
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv

@@ -11,8 +11,7 @@ from elastic import endings
 from launched import Job
 
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy, ReplicaView, next_size
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ReplicaView, next_size
 from hyperpod_plugins.elastic.scaling.policy_formats import (
     policy_of_manifest,
     policy_of_recipe,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.policy_formats import PolicyFormat, batch_of, read_policy
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
 

@@ -5,9 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, SlotLease
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRState, Ramp

@@ -26,9 +26,8 @@ from torch.distributed.elastic.utils.store import barrier
 from hyperpod_plugins.checkpoint_names import JOB
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import arm, publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous import backends
 from hyperpod_plugins.elastic.rendezvous.backends import ServedStoreBackend, connect_served, serve_store
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler, create_rendezvous

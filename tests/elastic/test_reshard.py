@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import add_candidate, announce_preemption, publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
+    ElasticSpec,
+    Layout,
+    elastic_spec_of,
+    publish_elastic_spec,
+)
 from hyperpod_plugins.elastic.membership.reshard import (
     drop_request,
     exit_surplus,
@@ -18,7 +24,6 @@ from hyperpod_plugins.elastic.membership.reshard import (
     why_not_reshard,
 )
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED, JobRestart
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
 from hyperpod_plugins.elastic.rendezvous.store import RoundEnd
 from hyperpod_plugins.elastic.store.world import WorldPlan
 

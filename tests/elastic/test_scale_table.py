@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hyperpod_plugins.data import ElasticSampler
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.policy_formats import read_policy, read_scales
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
 

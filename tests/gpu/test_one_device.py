@@ -57,7 +57,7 @@ def keep_busy(device, seconds):
         torch.cuda._sleep(int(2e9 * seconds))  # cycles
         done.record()
         return done.query
-    from hyperpod_plugins.comm.device_queue import RECORDERS  # not a copy that came with this function
+    from hyperpod_plugins.comm.runtime import RECORDERS  # not a copy that came with this function
 
     until_s = time.monotonic() + seconds
     RECORDERS["cpu"] = lambda _: lambda: time.monotonic() > until_s

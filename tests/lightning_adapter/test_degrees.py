@@ -2,8 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.parallel import ParallelConfig

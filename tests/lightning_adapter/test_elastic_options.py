@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from hyperpod_plugins.data import BatchSplit, ElasticSampler
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, elastic_spec_of
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.lightning.datamodule import TrainerLoader, batch_split

@@ -245,7 +245,7 @@ def test_a_model_that_accelerate_shards():
 
 def test_the_largest_values_of_shards():
     """Empty ones count as 0, and NaN as infinite, whatever a reduction makes of it."""
-    from hyperpod_plugins.precision.float8_gather import _largest_values
+    from hyperpod_plugins.precision.float8_linear import _largest_values
 
     shards = [torch.tensor([1.0, -3.0]), torch.empty(0, 4), torch.tensor([torch.nan, 2.0]), torch.tensor([-torch.inf])]
     for dtype in (torch.float32, torch.bfloat16):

@@ -13,6 +13,7 @@ warnings.filterwarnings("ignore")
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from meters import Meter
 from program_parts import RANK, Faults, checksum
 from torch import nn
 from torch.utils.data import DataLoader
@@ -26,15 +27,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from device import ACCELERATOR, devices
 
 torch.set_num_threads(1)
-
-
-class Meter:
-    def __init__(self):
-        self.n, self.mean = 0, 0.0
-
-    def update(self, value):
-        self.n += 1
-        self.mean += (value - self.mean) / self.n
 
 
 class Average:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE
+from recovery.meters import Meter
 from recovery.test_life import results
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_function
@@ -25,7 +26,7 @@ from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, i
 from hyperpod_plugins.recovery.local_state import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 from hyperpod_plugins.recovery.state_digests import object_digests
-from hyperpod_plugins.session.grad_scalers import ScalerWatch
+from hyperpod_plugins.session.state import ScalerWatch
 
 
 class Owner(nn.Module):
@@ -403,15 +404,6 @@ def test_a_batch_that_follows_what_its_rank_alone_has_is_not_trained_on_by_a_rep
     disturbed, text = results("program_attributes.py", tmp_path / "disturbed", "fit own kill:1:step2:1")
     assert "on_before_batch_transfer has changed the first batch of a replacement by module.last" in text
     assert disturbed == undisturbed
-
-
-class Meter:
-    def __init__(self):
-        self.n, self.mean = 0, 0.0
-
-    def update(self, value):
-        self.n += 1
-        self.mean += (value - self.mean) / self.n
 
 
 class Average:

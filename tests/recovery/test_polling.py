@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.recovery.polling import poll_interval_s, poll_until, scan_interval_s
+from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until, scan_interval_s
 from hyperpod_plugins.recovery.stop_reports import Look, StopView, next_look
 
 

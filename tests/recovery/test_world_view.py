@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, publish_elastic_spec
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, publish_elastic_spec
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.watchdog import Heartbeat

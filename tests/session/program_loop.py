@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "stand_ins"))  # of Transform
 from faults import Faults
 from parallel.expert_models import OwnExperts
 
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.memory import offload

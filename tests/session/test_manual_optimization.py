@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.data.sampler import ElasticSampler
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.errors import ConfigError, LoopError
 from hyperpod_plugins.parallel import clip_grad_norm_

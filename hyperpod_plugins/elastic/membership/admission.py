@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from torch.distributed import DistError
 
 from hyperpod_plugins.elastic.launcher.signal_queue import ended_by_sigterm
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, elastic_spec_of
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, ReplicaView, elastic_spec_of, next_size
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
-from hyperpod_plugins.elastic.membership.size_policy import ReplicaView, next_size
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.world import WorldPlan, num_setbacks, replan_world
 from hyperpod_plugins.env import JobEnv

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from hyperpod_plugins.data import BatchSplit
 from hyperpod_plugins.data.batch_split import fits, plan_batch
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.errors import ConfigError
 
 

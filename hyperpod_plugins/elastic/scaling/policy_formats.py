@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from hyperpod_plugins.elastic.membership.size_policy import ElasticPolicy
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.batch import ReplicaBatch, StepBatch
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, format_list
 

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointMismatch, format_list
 from hyperpod_plugins.parallel.checkpoint.dcp_storage import SafePlanner, SafeReader, tensor_entries
-from hyperpod_plugins.parallel.checkpoint.files import find, load_pickled
-from hyperpod_plugins.parallel.collective_errors import device_of
+from hyperpod_plugins.parallel.checkpoint.files import device_of, find, load_pickled
 from hyperpod_plugins.parallel.hsdp import local_part
 from hyperpod_plugins.parallel.topology import Topology
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hyperpod_plugins.errors import MissingExtraError
+from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
-from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.hsdp import whole_tensor
 
 _GIB = 2**30

@@ -42,11 +42,13 @@ from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
 )
 from hyperpod_plugins.parallel.checkpoint.files import (
     FORMAT,
+    default_group,
     discard,
     find,
     incomplete_path,
     prepare,
     publish,
+    raise_on_all_ranks,
     read_document,
 )
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStates
@@ -63,7 +65,6 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     optimizer_tensors,
     set_optimizer,
 )
-from hyperpod_plugins.parallel.collective_errors import default_group, raise_on_all_ranks
 
 _MODEL = "model."
 WRITE_TIMEOUT_S = 3600.0  # maximum wait for a background save, in seconds
