@@ -21,7 +21,7 @@ from hyperpod_plugins.errors import ConfigError, HyperPodError
 from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, processes, run_chaos, select_agents
 from hyperpod_plugins.fault_injection.faults import FaultKind
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
-from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, RehearsalPlan, format_table, rehearse
+from hyperpod_plugins.recovery.rehearsal_jobs import REHEARSED_PHASES, RehearsalPlan, format_table, rehearse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def _preset(arguments: argparse.Namespace) -> int:
 
 def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc-per-node", type=int, default=2, help="number of ranks, as for hyperpodrun")
-    parser.add_argument("--phases", default=",".join(PHASES), help="comma-separated phases to kill a rank in")
+    parser.add_argument("--phases", default=",".join(REHEARSED_PHASES), help="comma-separated phases to kill a rank in")
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="time limit of each job in seconds; at least two jobs run"
     )

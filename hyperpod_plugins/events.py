@@ -29,11 +29,11 @@ class Event:
     details: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
 
 
-Listener = Callable[[Event], None]
-_listeners: list[Listener] = []
+EventListener = Callable[[Event], None]
+_listeners: list[EventListener] = []
 
 
-def listen(listener: Listener) -> Callable[[], None]:
+def listen(listener: EventListener) -> Callable[[], None]:
     """Call `listener` with each event of this process, in the thread that records the event.
 
     Returns:

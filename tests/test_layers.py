@@ -131,11 +131,28 @@ SAME_NOTION_TWICE = {
 """Public names that several files define because each means the same thing for another caller."""
 
 
+IN_EVERY_FILE = {"R", "T", "log", "logger"}
+"""Type variables, and the logger of a file."""
+
+
+def names_defined_by(node: ast.stmt) -> list[str]:
+    """Classes and functions, and also constants and aliases of types."""
+    match node:
+        case ast.ClassDef() | ast.FunctionDef():
+            return [node.name]
+        case ast.Assign():
+            return [each.id for each in node.targets if isinstance(each, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case _:
+            return []
+
+
 def test_no_public_name_has_two_meanings():
     """Read by hand; a new one in two files is renamed, or listed above with the one thing that it means."""
     found = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+        for name in {name for node in ast.parse(path.read_text()).body for name in names_defined_by(node)}:
+            if not name.startswith("_") and name not in IN_EVERY_FILE:
+                found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     assert {name for name, places in found.items() if len(places) > 1} == set(SAME_NOTION_TWICE)

@@ -22,7 +22,7 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.recovery import recovers
 from hyperpod_plugins.lightning.trainer_entries import (
-    KINDS,
+    ENTRY_KINDS,
     entries,
     record_restored,
     record_results,
@@ -64,7 +64,7 @@ class RecoveryLauncher(Launcher):
         that had come furthest was. To the user this is a single call of `fit`: `on_exception` and teardown do not run
         in between. The fifth argument of `fit` is the checkpoint path.
         """
-        job, kind = JobEnv.from_environ(), KINDS.get(function.__name__, "")
+        job, kind = JobEnv.from_environ(), ENTRY_KINDS.get(function.__name__, "")
         if job is None or not kind or trainer is None or entries.is_inside:
             return function(*args, **kwargs)
         worker_id = WorkerEnv.from_environ().global_rank

@@ -45,7 +45,7 @@ from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.rehearsal_jobs import MAX_EVALUATION_BATCHES, RehearsedCall, ScheduledFaults
 from hyperpod_plugins.recovery.state_digests import state_digests, value_digest
 
-KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
+ENTRY_KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
 """Kind of entry, by the name of the function that the Trainer launches."""
 _MAX_PREDICTIONS_BYTES = 64 << 20
 

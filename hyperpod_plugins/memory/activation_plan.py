@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hyperpod_plugins.memory.recompute import is_in_backward, set_recomputed, surround
 
 log = logging.getLogger(__name__)
-Way = Literal["offload", "recompute", "keep"]
+BlockWay = Literal["offload", "recompute", "keep"]
 MARGIN = 0.1
 """Part of the device's memory that stays free: an allocator loses some between blocks of different sizes, and later
 steps may need more than the first ones."""
@@ -111,7 +111,7 @@ class ActivationPlan:
     """Blocks whose activations stay on the device."""
     why: str
 
-    def way(self, index: int) -> Way:
+    def way(self, index: int) -> BlockWay:
         """What is done about the block with this index."""
         if index < self.num_offloaded:
             return "offload"
@@ -331,7 +331,7 @@ class AutomaticPlan:
     def _hides(self) -> bool:
         return self._speed is not None and self._width >= self._speed.least_width
 
-    def _way(self, index: int) -> Way:
+    def _way(self, index: int) -> BlockWay:
         if self._plan is None:
             return "offload" if self._hides else "recompute"
         return self._plan.way(index)

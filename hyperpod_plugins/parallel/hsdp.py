@@ -364,11 +364,11 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-Layout = tuple[list[int], list[int], list[int | None]]
+PlainLayout = tuple[list[int], list[int], list[int | None]]
 """Global shape and strides of a tensor, and for each mesh axis the dimension that it splits (None: replicated)."""
 
 
-def layout_of(name: str, tensor: DTensor) -> Layout:
+def layout_of(name: str, tensor: DTensor) -> PlainLayout:
     """Return the layout of a DTensor as plain values.
 
     Raises:
@@ -384,7 +384,7 @@ def layout_of(name: str, tensor: DTensor) -> Layout:
     return list(tensor.shape), list(tensor.stride()), splits
 
 
-def from_local_with_layout(layout: Layout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def from_local_with_layout(layout: PlainLayout, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Build a tensor from its local part and layout, on the mesh of its parameter; the inverse of `layout_of`."""
     if not isinstance(parameter, DTensor):
         return local
@@ -404,7 +404,7 @@ def _from_local(
 
 
 def zeros_on_mesh_of(
-    parameter: torch.Tensor, size: Sequence[int], dtype: torch.dtype, layout: Layout | None = None
+    parameter: torch.Tensor, size: Sequence[int], dtype: torch.dtype, layout: PlainLayout | None = None
 ) -> torch.Tensor:
     """Return a zero tensor on the device or mesh of a parameter.
 

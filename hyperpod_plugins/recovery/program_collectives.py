@@ -61,7 +61,7 @@ from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 
 log = logging.getLogger(__name__)
-LIMIT_BYTES = 2**16
+MAX_RESULT_BYTES = 2**16
 """Largest result that is recorded."""
 MAX_RECORDS = 1000
 """Most results that a process records before the first step of a call of the program."""
@@ -204,7 +204,7 @@ class ProgramCollectives:
         num_bytes = sum(each.nbytes for each in results)
         self._num_recorded += 1
         is_left_out = kind in _WITHOUT_RECORD or is_called_by(_WRITES)
-        if is_left_out or num_bytes > LIMIT_BYTES or self._num_recorded > MAX_RECORDS:
+        if is_left_out or num_bytes > MAX_RESULT_BYTES or self._num_recorded > MAX_RECORDS:
             if (kind, _where(caller)) in self._warned:
                 return
             self._warned.add((kind, _where(caller)))
@@ -230,8 +230,8 @@ class ProgramCollectives:
             self._restart_all(
                 StateLost(
                     f"{kind} in {_where(caller)} was called before this process had joined the others, and "
-                    f"its result was not recorded. Call it in the set-up, where results of up to {LIMIT_BYTES:,} bytes "
-                    "are, or in the computation of a step"
+                    f"its result was not recorded. Call it in the set-up, where results of up to {MAX_RESULT_BYTES:,} "
+                    "bytes are, or in the computation of a step"
                 )
             )
         keeps_its_own = is_source and is_called_by(_C10D, "broadcast_object_list")

@@ -66,7 +66,7 @@ IN_FIRST_FIT = (
 )
 """Phases of the first fit or loop of a program."""
 _IN_EVALUATION = "validate", "test", "predict"  # at the end of a batch
-PHASES = (
+REHEARSED_PHASES = (
     *IN_FIRST_FIT,
     "between_fits",  # in the set-up of the second one
     "second_fit",  # in its forward
@@ -231,7 +231,7 @@ class RehearsalPlan:
     program: tuple[str, ...]
     """Script and its arguments."""
     num_ranks: int = 2
-    phases: tuple[str, ...] = PHASES
+    phases: tuple[str, ...] = REHEARSED_PHASES
     timeout_s: float = 600.0
     """Time limit of one job."""
     launcher: tuple[str, ...] = ()
@@ -239,10 +239,10 @@ class RehearsalPlan:
 
     def __post_init__(self) -> None:
         """Validate the values."""
-        unknown = [phase for phase in self.phases if phase not in PHASES]
+        unknown = [phase for phase in self.phases if phase not in REHEARSED_PHASES]
         if unknown or not self.phases:
             raise ConfigError(
-                f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose from {', '.join(PHASES)}."
+                f"phases {', '.join(unknown) or 'none'} cannot be rehearsed. Choose from {', '.join(REHEARSED_PHASES)}."
             )
         repeated = [phase for phase in dict.fromkeys(self.phases) if self.phases.count(phase) > 1]
         if repeated:

@@ -20,7 +20,7 @@ except ImportError:  # collected by pytest
     from recovery.faults import PRELOAD
 
 from hyperpod_plugins.errors import RecoveryError
-from hyperpod_plugins.recovery.rehearsal_jobs import PHASES, RehearsalPlan, rehearse
+from hyperpod_plugins.recovery.rehearsal_jobs import REHEARSED_PHASES, RehearsalPlan, rehearse
 
 PROGRAM = Path(__file__).with_name("program_putback.py")
 
@@ -49,8 +49,8 @@ CASES = (
     Case(fault="I3", phase="forward", said=r"unowned gradient unowned\.bias.*no optimizer has"),
 )
 CONTROLS = (
-    Case(fault="", phase=",".join(PHASES), said="", num_ranks=4),
-    Case(fault="", phase=",".join(PHASES), said="", adapter="lightning"),
+    Case(fault="", phase=",".join(REHEARSED_PHASES), said="", num_ranks=4),
+    Case(fault="", phase=",".join(REHEARSED_PHASES), said="", adapter="lightning"),
     Case(fault="", phase="batch_end", said="", adapter="lightning", num_ranks=4),
 )
 

@@ -17,7 +17,7 @@ from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery import program_collectives
 from hyperpod_plugins.recovery.packing import pack
-from hyperpod_plugins.recovery.program_collectives import LIMIT_BYTES, ProgramCollectives
+from hyperpod_plugins.recovery.program_collectives import MAX_RESULT_BYTES, ProgramCollectives
 
 
 class Done:
@@ -105,9 +105,9 @@ def test_a_broadcast_to_all_is_the_same_on_other_ranks_and_in_other_worlds(colle
 
 def test_large_results_and_those_of_single_ranks_are_told_of(collectives, caplog):
     ours = collectives()
-    record(ours, [torch.ones(LIMIT_BYTES // 4)])
+    record(ours, [torch.ones(MAX_RESULT_BYTES // 4)])
     assert not caplog.records
-    record(ours, [torch.ones(LIMIT_BYTES // 4 + 1)])
+    record(ours, [torch.ones(MAX_RESULT_BYTES // 4 + 1)])
     record(ours, [torch.ones(1)], kind="send")
     assert [each.getMessage().split(" at ")[0] for each in caplog.records] == ["all_reduce", "send"]
     assert "all processes start again from the last checkpoint" in caplog.text

@@ -19,7 +19,7 @@ from hyperpod_plugins.errors import ConfigError, RecoveryError
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     IN_FIRST_FIT,
-    PHASES,
+    REHEARSED_PHASES,
     STATE_COPY,
     STATE_LOST,
     DigestLine,
@@ -296,7 +296,9 @@ def test_plans_that_cannot_be_are_refused_by_name():
         replace(plan, program=("nowhere.py",))
 
 
-@pytest.mark.parametrize("phases", [PHASES, PHASES[3:], PHASES[5:], ("vote", "commit")], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    "phases", [REHEARSED_PHASES[start:] for start in (0, 3, 5)] + [("vote", "commit")], ids=lambda each: each[0]
+)
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_each_fault_is_on_another_rank_than_the_one_before(phases, num_ranks):
     faults = RehearsalPlan(program=(str(PROGRAM),), num_ranks=num_ranks).schedule(phases)
