@@ -92,10 +92,8 @@ def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(gathered: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
     """Gather flat tensors of all ranks into one."""
-    if hasattr(dist, "all_gather_single"):
-        dist.all_gather_single(gathered, local, group=group)
-    else:  # before torch 2.13
-        dist.all_gather_into_tensor(gathered, local, group=group)  # pyright: ignore[reportDeprecated]
+    gather = getattr(dist, "all_gather_single", None)  # from torch 2.13 on
+    (gather or dist.all_gather_into_tensor)(gathered, local, group=group)  # pyright: ignore[reportDeprecated]
 
 
 class _Exchange(torch.autograd.Function):

@@ -77,8 +77,8 @@ def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
     layout = SequenceLayout.of(length, degree, exchanges_heads=attention.exchanges_heads)
     _register(attention, layout, SilentGroup(degree))
     for part in language_model.modules():
-        if hasattr(part, "config"):
-            part.config._attn_implementation = _PLANNED
+        if (config := getattr(part, "config", None)) is not None:
+            config._attn_implementation = _PLANNED
     return layout.local_length
 
 

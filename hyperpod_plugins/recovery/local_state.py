@@ -35,6 +35,7 @@ import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -56,8 +57,7 @@ _State = TypeVar("_State")
 LIMIT_BYTES = 2**20
 """Largest state of one rank that is sent to its buddy at each step."""
 
-_NUM_SIZE_BYTES = 8
-_LARGEST_BYTES = 2**40
+_NUM_SIZE_BYTES, _LARGEST_BYTES = 8, 2**40
 """Effectively no limit, for what a rank sends to a joiner."""
 _SAME, _GIVES_AGAIN, _FOLLOWS = 1, 2, 4
 """Bits of the byte before a state: it equals the previous one and is not sent; another follows when the step begins;
@@ -689,11 +689,9 @@ class LocalStates:
         before it was written: then this rank's has the value of the lost one's; and its state as the body of the last
         step began, if its rest is to run again.
         """
-        sends = {
-            target: [*(self._given_as_equal() if are_equal else self._given_to_joiner(step)), self._begun_of_ward(step)]
-            for target, giver in givers.items()
-            if giver == self._rank
-        }
+        give = self._given_as_equal if are_equal else partial(self._given_to_joiner, step)
+        targets = [target for target, giver in givers.items() if giver == self._rank]
+        sends = {target: [*give(), self._begun_of_ward(step)] for target in targets}
         giver = givers.get(self._rank)
         receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
