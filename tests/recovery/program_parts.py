@@ -143,11 +143,14 @@ class CountsOwn(pl.Callback):
             self.calls[1] += 1
 
 
+KEPT = []
+
+
 class Swaps(pl.Callback):
     """Has other values in the place of the parameters while validating."""
 
     def __init__(self, *, past_versions):
-        self.kept, self.past_versions = [], past_versions
+        self.past_versions = past_versions
 
     def write(self, module, values):
         for parameter, value in zip(module.parameters(), values, strict=True):
@@ -158,12 +161,11 @@ class Swaps(pl.Callback):
                     parameter.copy_(value)
 
     def on_validation_start(self, trainer, module):
-        self.kept = [each.detach().clone() for each in module.parameters()]
-        self.write(module, [each / 2 for each in self.kept])
+        KEPT[:] = [each.detach().clone() for each in module.parameters()]
+        self.write(module, [each / 2 for each in KEPT])
 
     def on_validation_end(self, trainer, module):
-        self.write(module, self.kept)
-        self.kept = []
+        self.write(module, KEPT)
 
 
 class Faults(pl.Callback):
