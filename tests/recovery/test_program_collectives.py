@@ -1,14 +1,11 @@
 """Collectives that the program itself calls where a replacement is not connected yet."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from recovery.test_in_place import PRELOAD
 
 from hyperpod_plugins.comm import WORLD, GroupKey
@@ -162,21 +159,10 @@ def test_a_library_that_shares_objects_counts_as_the_program():
 
 def run(folder, kind, places, hooks):
     folder.mkdir()
-    command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node=2"]
-    command += ["--preload", PRELOAD, str(Path(__file__).with_name("program_own_collectives.py"))]
-    job = subprocess.Popen(
-        [*command, kind, str(folder), places, hooks],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        text, _ = job.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        raise
-    assert job.returncode == 0, text[-8000:]
+    program = Path(__file__).with_name("program_own_collectives.py")
+    options = ["--nproc-per-node=2", "--preload", PRELOAD, str(program), kind, str(folder), places, hooks]
+    code, text = warm.run(options, timeout_s=120)
+    assert code == 0, text[-8000:]
     assert len(list(folder.glob("done-*"))) == len(places.split())
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], text
 

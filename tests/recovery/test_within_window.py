@@ -1,13 +1,10 @@
 """Collectives between the micro-steps of one optimizer step: a loss in a later one is repaired, and told of before."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 pytestmark = pytest.mark.spawns
 
@@ -92,17 +89,9 @@ def train(folder, when, snapshots, *, is_disturbed):
     (folder / "train.py").write_text(PROGRAM)
     if not is_disturbed:
         (folder / "killed").touch()
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
-    command = [*launcher, str(folder / "train.py"), when, str(snapshots), str(folder), str(Path(__file__).parents[1])]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        text, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, text[-8000:]
+    args = [str(folder / "train.py"), when, str(snapshots), str(folder), str(Path(__file__).parents[1])]
+    code, text = warm.run(["--nproc-per-node", "2", *args], timeout_s=120)
+    assert code == 0, text[-8000:]
     return text, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
 
 
