@@ -1,22 +1,28 @@
 """Rehearsals: what a job that was killed in each phase holds, compared with one to which nothing happened."""
 
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from recovery.faults import PRELOAD
+import warm
+from recovery.faults import HYPERPODRUN, PRELOAD
 from torch import nn
 
+from hyperpod_plugins import cli
 from hyperpod_plugins.env import RehearsalEnv
 from hyperpod_plugins.errors import ConfigError, RecoveryError
-from hyperpod_plugins.recovery import RecoveryOptions
+from hyperpod_plugins.recovery import RecoveryOptions, rehearsal_jobs
 from hyperpod_plugins.recovery.rehearsal_jobs import (
     IN_FIRST_FIT,
     REHEARSED_PHASES,
@@ -307,18 +313,40 @@ def test_each_fault_is_on_another_rank_than_the_one_before(phases, num_ranks):
     assert {fault.rank for fault in faults if fault.phase == "vote_result"} <= {0}
 
 
-def rehearse(*arguments, program=PROGRAM, preload=PRELOAD, **environ):
-    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", *preload, *arguments, str(program)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-    with tempfile.TemporaryDirectory() as folder:  # for checkpoints
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
-    return done.returncode, done.stdout + done.stderr
+def rehearse(*arguments, program=PROGRAM, preload=PRELOAD, words=(), **environ):
+    """Exit code and output of `hyperpod rehearse` in this process, whose jobs start as other tests' do."""
+
+    def start(command, *, stdout, env, **_):
+        assert command[:3] == [sys.executable, "-m", HYPERPODRUN]
+        return warm.start(command[3:], env, stdout.name, folder)
+
+    started = SimpleNamespace(**(vars(subprocess) | {"Popen": start}))
+    with (
+        tempfile.TemporaryDirectory() as folder,  # for checkpoints
+        io.StringIO() as output,
+        patch.dict(os.environ, environ),
+        patch.object(rehearsal_jobs, "subprocess", started),
+        redirect_stdout(output),
+        redirect_stderr(output),
+    ):
+        code = cli.main(["rehearse", *preload, *arguments, str(program), *words])
+        return code, output.getvalue()
+
+
+def train(program, *, num_ranks=2, preload=PRELOAD, **environ):
+    """Run a program under `hyperpodrun`, without the command `rehearse`: its exit code and what it printed."""
+    return warm.run(["--nproc-per-node", num_ranks, *preload, program], 120, environ)
 
 
 @pytest.mark.spawns
-def test_a_program_that_recovers_exactly_is_said_to():
-    code, text = rehearse("--phases", "setup,backward,commit,validation")
-    assert code == 0, text
+def test_a_program_that_recovers_exactly_is_said_to(tmp_path):
+    """By the command itself, as a process; other tests call what it runs."""
+    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", *PRELOAD]
+    command += ["--phases", "setup,backward,commit,validation", str(PROGRAM)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     assert len(re.findall("recovered, equal to the last bit", text)) == 3
     assert re.search(r"validation +not reached", text)
 
@@ -383,12 +411,10 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
 )
 def test_a_program_of_the_gallery_recovers_exactly(program, name, phases, tmp_path):
     """`gallery.py` runs the others."""
-    command = [sys.executable, "-m", "hyperpod_plugins.cli", "rehearse", "--phases", phases]
-    done = subprocess.run(
-        [*command, str(PROGRAM.with_name(program)), name, str(tmp_path)], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"(\w+) +\d +\d+ +recovered, equal to the last bit", done.stdout) == phases.split(",")
+    words = (name, str(tmp_path))
+    code, text = rehearse("--phases", phases, program=PROGRAM.with_name(program), preload=(), words=words)
+    assert code == 0, text
+    assert re.findall(r"(\w+) +\d +\d+ +recovered, equal to the last bit", text) == phases.split(",")
 
 
 @pytest.mark.spawns
@@ -447,11 +473,9 @@ def test_what_a_replacement_lacks_is_named_with_the_phase():
     ],
 )
 def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PUT_BACK": fault, "REHEARSE": "2"}
-    done = subprocess.run([*launcher, str(PUT_BACK)], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
-    assert re.search(told, done.stdout + done.stderr), done.stdout + done.stderr
+    code, text = train(PUT_BACK, PUT_BACK=fault, REHEARSE="2")
+    assert code == (1 if fault else 0), text
+    assert re.search(told, text), text
 
 
 @pytest.mark.spawns
@@ -465,23 +489,18 @@ def test_a_rehearsed_step_names_what_an_old_fault_does_not_put_back(fault, told)
     ],
 )
 def test_a_rehearsed_step_ends_the_job_by_name_where_something_would_not_come_back(fault, told):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "REHEARSE": "2"}
-    done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (1 if fault else 0), done.stdout + done.stderr
-    assert told in done.stdout + done.stderr
+    code, text = train(PROGRAM, FAULT=fault, REHEARSE="2")
+    assert code == (1 if fault else 0), text
+    assert told in text
 
 
 @pytest.mark.spawns
 def test_a_rehearsed_fit_names_what_its_steps_do_not_put_back_and_is_left_as_it_was(tmp_path):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2"]
     ends = {}
     for fault, steps in (("", ""), ("", "1,2,5,7"), ("another's", "2"), ("callback", "2")):
-        environ = {"FAULT": fault, "REHEARSE": steps, "FOLDER": str(tmp_path / f"{fault}{steps}")}
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        done = subprocess.run([*launcher, str(FIT)], env=environ, capture_output=True, text=True, timeout=120)
-        text = done.stdout + done.stderr
-        assert done.returncode == (1 if fault else 0), text
+        folder = str(tmp_path / f"{fault}{steps}")
+        code, text = train(FIT, preload=(), FAULT=fault, REHEARSE=steps, FOLDER=folder)
+        assert code == (1 if fault else 0), text
         ends[fault, steps] = text
     told = re.findall(r"trained to [^\n]*?\}", ends["", "1,2,5,7"])
     assert len(told) == 2
@@ -493,15 +512,12 @@ def test_a_rehearsed_fit_names_what_its_steps_do_not_put_back_and_is_left_as_it_
 
 @pytest.mark.spawns
 def test_a_process_that_is_lost_while_a_step_is_rehearsed_is_replaced(tmp_path):
-    launcher = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", "--nproc-per-node", "2", *PRELOAD]
     results = []
     for index, phase in enumerate(("", "reading its state back", "computing the step again")):
         marker = tmp_path / str(index)
-        environ = {"OMP_NUM_THREADS": "1", "FAULT": "kill" if phase else "", "REHEARSE": "2"}
-        environ = {**os.environ, **environ, "KILL_AT": phase, "MARKER": str(marker)}
-        done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
-        text = done.stdout + done.stderr
-        assert done.returncode == 0, text
+        environ = {"FAULT": "kill" if phase else "", "KILL_AT": phase, "MARKER": str(marker)}
+        code, text = train(PROGRAM, REHEARSE="2", **environ)
+        assert code == 0, text
         assert marker.exists() == bool(phase), text
         results.append(set(re.findall(r"trained to (0x[0-9a-f.]+p[-+]\d+)", text)))
     assert len(results[0]) == 1
@@ -543,18 +559,8 @@ def test_a_disagreement_names_rank_host_and_the_first_tensors():
     ],
 )
 def test_replicas_that_drift_apart_end_the_job_by_name(fault, every, num_ranks, told):
-    launcher = [
-        sys.executable,
-        "-m",
-        "hyperpod_plugins.elastic.launcher.main",
-        "--nproc-per-node",
-        str(num_ranks),
-        *PRELOAD,
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault, "COMPARE": every}
-    done = subprocess.run([*launcher, str(PROGRAM)], env=environ, capture_output=True, text=True, timeout=120)
-    text = done.stdout + done.stderr
-    assert done.returncode == 1, text
+    code, text = train(PROGRAM, num_ranks=num_ranks, FAULT=fault, COMPARE=every)
+    assert code == 1, text
     assert told in text
     assert "parameter first.weight" in text
     assert "parameter noted" not in text
