@@ -487,7 +487,8 @@ class TrainedState:
             self.local.undo()
 
     def _restores(self, value: object) -> bool:
-        return self.attributes.follows(value) or any(each.stateful is value for each in self.rank_local.values())
+        held = (each.value for each in self.attributes.held.values())
+        return any(each is value for each in held) or any(each.stateful is value for each in self.rank_local.values())
 
     def share_rank_local_state(self, step: int) -> bool:
         """Send this rank's rank-local state to its buddy; return whether the source rank's may differ from it."""
