@@ -37,7 +37,8 @@ def refuse_own_schedules(
                 f"a {type(owner).__name__} holds an optimizer of session.train and has a method step, but the session "
                 "does not restore it: with recovery, a replacement would begin with a new one. Give it state_dict and "
                 'load_state_dict, and call session.register_rank_local("schedule", it) after session.train; or keep it '
-                "in an attribute of the model; or use one of torch's schedulers (LambdaLR), given to session.train."
+                "in an attribute of a module of your own class; or use one of torch's schedulers (LambdaLR), "
+                "given to session.train."
             )
 
 
