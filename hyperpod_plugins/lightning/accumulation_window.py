@@ -23,6 +23,7 @@ from hyperpod_plugins.lightning.compat import (
     override,
     restore,
 )
+from hyperpod_plugins.lightning.held_optimizers import HeldOptimizers
 from hyperpod_plugins.lightning.local_state import (
     MEANS_OF_EPOCH,
     METRICS_OF_EPOCH,
@@ -178,8 +179,7 @@ class AccumulationWindow:
         """
         to_python_numbers(state.optimizers)
         self._trainer, self._hooks, self._calls, self._state, self._save = trainer, hooks, calls, state, save
-        self._closures: list[Callable[[], Any]] = []
-        self.communicates_between = False
+        self._closures, self.communicates_between = list[Callable[[], Any]](), False
         """Whether the program communicates between the micro-steps of a window, which a replacement cannot do alone."""
         self._batches_of: list[Any] = []
         """The batch of each micro-step of the window; Lightning weights logged values by its size."""
@@ -193,7 +193,8 @@ class AccumulationWindow:
             others = (*others, *schedulers, trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress)
         writes = is_manual or not all(map(is_elementwise, state.optimizers))
         kept = OptimizerCopy(state.optimizers, others) if writes else None
-        self._attributes = [each for each in attributes_of(trainer).values() if not each.is_empty]
+        self.held_optimizers, attributes = HeldOptimizers(trainer), attributes_of(trainer).values()
+        self._attributes = [each for each in attributes if not each.is_empty]
         self.batch_hooks, self._is_replay = BatchHooks(trainer, state.model, self._attributes), False
         self._has_started = former is not None and former._has_started
         self._entered: tuple[ModuleStart | None, dict[str, Any]] = None, {}
@@ -520,7 +521,9 @@ class AccumulationWindow:
 
     def share_rank_local_state(self, step: int) -> bool:
         """Send buffers, metrics and logged means to the buddy; return whether the source rank's may differ."""
-        return self._local.exchange(step)
+        differs = self._local.exchange(step)
+        self.held_optimizers.check()
+        return differs
 
     def note_equal_local_state(self, step: int, *, is_equal: bool) -> None:
         """Note whether the rank-local states of all ranks are equal after `step` steps."""

@@ -500,6 +500,7 @@ class FitRecovery(NullFitRecovery):
         check_limit(trainer, worlds, follows_world=follows_world)
         refuse_frequency_of_schedules(trainer, worlds)
         refuse_interleaved_hooks(trainer)
+        self.window.held_optimizers.check()
         has_peers = self.member.world.size > 1 or self.elastic is not None
         if has_peers and steps_done(trainer) == 0:  # where all runs begin: compiled code that is watched runs eagerly
             self.window.batch_hooks.watch()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from hyperpod_plugins.errors import CheckpointMismatch
@@ -383,12 +384,16 @@ def _fill(metric: Any, values: dict[str, Any]) -> None:
 _HYPERPARAMETERS = "_hparams", "_hparams_name", "_hparams_initial"
 """Attributes that modules and data modules have from the first look at `hparams` on."""
 _DATA_MODULE = LightningDataModule.__mro__
+_OF_OPTIMIZERS = frozenset({*vars(torch.optim.SGD([torch.zeros(1)])), "step", "_opt_called"})
+"""Attributes that torch, and its schedulers, give to each optimizer."""
+_NOT_FOLLOWED = frozenset({"torch", "hyperpod_plugins"})
+"""Packages whose optimizers keep all their state where the state of a fit has it."""
 METRICS_OF_EPOCH, MEANS_OF_EPOCH = f"metrics {EPOCH_SUFFIX}", f"logged means {EPOCH_SUFFIX}"
 """Names under which they are registered."""
 
 
 def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
-    """The Python attributes of the program's modules, data module and callbacks, by the name of their state.
+    """Python attributes of the program's modules, data module, callbacks and optimizers, by the name of their state.
 
     Callbacks of Lightning, and callbacks with a `state_dict`, keep their state in other ways. The Trainer keeps them,
     from its first fit on: what changes is compared with that.
@@ -408,12 +413,26 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     for name, owners, ignored in (
         (ATTRIBUTES, of_module, of_library),
         (f"{ATTRIBUTES} of callbacks", of_callbacks, ("log", "log_dict")),  # methods that Lightning adds
+        (f"{ATTRIBUTES} of optimizers", optimizers_followed(trainer), _OF_OPTIMIZERS),
     ):
         former = known.get(name)
         if former is None or not former.is_of(owners):
             left_out = [*callbacks, *metrics.values()]
             known[name] = PlainAttributes(owners, ignored=ignored, model=module, left_out=left_out, former=former)
     return known
+
+
+def optimizers_followed(trainer: Trainer) -> list[tuple[str, Optimizer]]:
+    """Name and object of each optimizer of a class that is not torch's, and of those that they wrap.
+
+    Such a class may keep a state in attributes, beside what all optimizers have.
+    """
+    found = [(f"optimizer {index} ({type(each).__name__})", each) for index, each in enumerate(trainer.optimizers)]
+    for name, optimizer in found:
+        for key, value in vars(optimizer).items():
+            if isinstance(value, Optimizer) and all(each is not value for _, each in found):
+                found.append((f"{name}.{key}", value))
+    return [(name, each) for name, each in found if type(each).__module__.partition(".")[0] not in _NOT_FOLLOWED]
 
 
 def is_of_lightning(cls: type[Callback]) -> bool:

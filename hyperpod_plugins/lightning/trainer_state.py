@@ -44,6 +44,7 @@ _SHOULD_STOP = "hyperpod:should_stop"
 _RELOADED_AT = "hyperpod:reloaded_at"
 _SAVED_AT = "hyperpod:saved_at"
 _MICRO_STEPS = "hyperpod:micro_steps"
+_SETTINGS = "hyperpod:settings"
 _FROZEN = "hyperpod:frozen"
 GROUPS = "hyperpod:param_groups"
 """Key of the optimizers' hyperparameters in the description of a trainer."""
@@ -60,7 +61,7 @@ READ_BY_HOOKS = "hyperpod:read_by_hooks"
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (
-    *(_MICRO_STEPS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT),
+    *(_MICRO_STEPS, _SETTINGS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT),
     *(GROUPS, METRICS, LOGGED, ROWS, READ_BY_HOOKS),
 )
 _MAX_SMALL_ENTRIES, _MAX_SMALL_BYTES = 1024, 2**16
@@ -395,13 +396,19 @@ def with_local(described: bytes, local: dict[str, Any]) -> bytes:
 
 
 def untracked(trainer: Trainer) -> dict[str, Any]:
-    """When checkpoint callbacks last saved and loaders were created, and what is not trained: no state_dict has it."""
+    """What no state_dict has: when callbacks last saved and loaders were created, what is not trained, and settings."""
+    algorithm = trainer.gradient_clip_algorithm
     evaluation = trainer.fit_loop.epoch_loop.val_loop
     reloaded = [trainer.fit_loop._last_train_dl_reload_epoch, evaluation._last_val_dl_reload_epoch]
     return {
         _SAVED_AT: last_saves(trainer),
         _RELOADED_AT: reloaded,
         _FROZEN: frozen_parameters(trainer.lightning_module),
+        _SETTINGS: {
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        },
     }
 
 
@@ -419,7 +426,8 @@ def untracked_in(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> dic
         names = (state.get("best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ()))
         if Path(path).absolute() in [Path(name).absolute() for name in names if name]:
             values |= {"_last_global_step_saved": checkpoint["global_step"], "_last_checkpoint_saved": path}
-    return {name: checkpoint[name] for name in (_RELOADED_AT, _FROZEN) if name in checkpoint} | {_SAVED_AT: saves}
+    names = _RELOADED_AT, _FROZEN, _SETTINGS
+    return {name: checkpoint[name] for name in names if name in checkpoint} | {_SAVED_AT: saves}
 
 
 def freeze_as_saved(trainer: Trainer, found: Mapping[str, Any]) -> None:
@@ -429,12 +437,15 @@ def freeze_as_saved(trainer: Trainer, found: Mapping[str, Any]) -> None:
 
 
 def restore_untracked(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore when callbacks last saved and loaders were created, on which all ranks must agree."""
+    """Restore when callbacks last saved and loaders were created, and settings, on which all ranks must agree."""
     set_last_saves(trainer, checkpoint.get(_SAVED_AT, []))
     if _RELOADED_AT in checkpoint:
         train, validation = checkpoint[_RELOADED_AT]
         trainer.fit_loop._last_train_dl_reload_epoch = train
         trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
+    for name, value in checkpoint.get(_SETTINGS, {}).items():
+        if getattr(trainer, name) != value:  # the program has changed it since it made the Trainer
+            setattr(trainer, name, value)
 
 
 def begin_epoch_after_last_batch(trainer: Trainer) -> None:

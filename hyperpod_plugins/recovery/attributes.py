@@ -244,9 +244,10 @@ class PlainAttributes:
         found = dict(owners)
         return found.keys() == self._owners.keys() and all(each is self._owners[name] for name, each in found.items())
 
-    def follows(self, value: object) -> bool:
-        """Whether an object is one of those that are restored and sent."""
-        return any(each.value is value for each in self._held.values())
+    @property
+    def held(self) -> dict[str, Held]:
+        """The objects that are restored and sent, by name: another dictionary once others are found."""
+        return self._held
 
     def leave_out(self, value: object) -> None:
         """Note that an object is restored in another way: what it holds is not followed."""
@@ -294,8 +295,7 @@ class PlainAttributes:
             return self._sent
         found: dict[str, dict[str, Any]] = {}
         for index in (changed := self._changed(values, contents)):
-            owner, _, key = self._places[index]
-            found.setdefault(owner, {})[key] = values[index]
+            found.setdefault(self._places[index][0], {})[self._places[index][2]] = values[index]
         for name in self._whole:
             found.setdefault(name, {})
         names = self._forms() if found else {}

@@ -266,7 +266,7 @@ def find_held(
     found = {each.name: each for each in roots}
     queue, known = [*found.values()], {id(each.value) for each in found.values()}
     for owner in queue:
-        for name, value in _entries_of(owner):
+        for name, value in objects_of(owner):
             way = None if id(value) in known or len(found) > MAX_OBJECTS else way_of(value, packages)
             if way is None or is_left_out(value):
                 continue
@@ -276,7 +276,7 @@ def find_held(
     return found, len(found) > MAX_OBJECTS
 
 
-def _entries_of(owner: Held) -> Iterator[tuple[str, Any]]:
+def objects_of(owner: Held) -> Iterator[tuple[str, Any]]:
     """Path and value of each object in the attributes of another, in an order that is the same in all processes."""
     for index, table in enumerate(owner.tables):
         for key in sorted(key for key in [*table] if index or owner.owns(key)):

@@ -66,6 +66,7 @@ from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.manual_optimization import EqualShares, refuse_session_options, refuse_train_options
+from hyperpod_plugins.session.own_schedulers import refuse_own_schedules
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions
@@ -643,6 +644,7 @@ class Session:
                 begins_at = _NOT_KNOWN if transactions.is_joining else trained.read(resumed_from)
             _refuse_beside(trained.model, self._sharded)
             _refuse_own_schedulers(trained, [optimizer() for optimizer in self._scheduled])
+            refuse_own_schedules(trained.optimizers, trained.model, is_restored=trained.restores)
             transactions.enter(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
             try:
                 yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained, member))

@@ -223,7 +223,7 @@ class TrainedState:
         self._committed: dict[str, Any] = {}
         writes = is_manual or not all(map(is_elementwise, self.optimizers))
         self.attributes = PlainAttributes(modules_of_program(model), model=model)
-        self.scalers = ScalerWatch(self._restores)
+        self.scalers = ScalerWatch(self.restores)
         others: list[HasState] = [*([] if rates is None else [rates]), *(self.schedulers if is_manual else [])]
         kept = OptimizerCopy(self.optimizers, others) if writes else None
         self._beginning = StepStart(model, self.optimizers, kept, attributes=[self.attributes])
@@ -486,8 +486,10 @@ class TrainedState:
         if self.local is not None:
             self.local.undo()
 
-    def _restores(self, value: object) -> bool:
-        return self.attributes.follows(value) or any(each.stateful is value for each in self.rank_local.values())
+    def restores(self, value: object) -> bool:
+        """Whether an object is restored, and sent to a replacement: the model holds it, or it is registered."""
+        held = (each.value for each in self.attributes.held.values())
+        return any(each is value for each in held) or any(each.stateful is value for each in self.rank_local.values())
 
     def share_rank_local_state(self, step: int) -> bool:
         """Send this rank's rank-local state to its buddy; return whether the source rank's may differ from it."""
