@@ -1,6 +1,6 @@
 """Attributes of a fit's datasets and samplers, noted where its parts begin; see `recovery.data_attributes`."""
 
-# Lightning's loops, and the iterators of a DataLoader, have no public names.
+# Lightning's loops have no public API.
 # pyright: reportPrivateUsage=false
 
 import weakref
@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from hyperpod_plugins.data.loader import StatefulLoader
 from hyperpod_plugins.lightning.compat import Trainer, callbacks_of
 from hyperpod_plugins.lightning.local_state import metrics_of
 from hyperpod_plugins.lightning.trainer_entries import entries
 from hyperpod_plugins.lightning.trainer_state import part_of
-from hyperpod_plugins.recovery.data_attributes import DataAttributes, DataPlace
+from hyperpod_plugins.recovery.data_attributes import DataAttributes, DataPlace, watch_reads
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
 
@@ -68,21 +68,18 @@ class LoaderAttributes:
         data = getattr(trainer, "datamodule", None)
         left_out = [*callbacks_of(trainer), *metrics_of(trainer).values(), *([] if data is None else [data])]
         name = f"{'training' if trains else 'evaluation'} {number}"
-        self._attributes.follow(name, loader, model=trainer.lightning_module, left_out=left_out)
-        if isinstance(loader, DataLoader):
-            own = weakref.ref(loader)  # in a reference cycle, the loader's workers would take seconds to exit
-            make = vars(loader).get("_get_iterator") or partial(_made_by_class, own)
-            vars(loader)["_get_iterator"] = partial(self._iterator, make, own, trains)
+        read = loader.reads_with if isinstance(loader, StatefulLoader) else loader
+        self._attributes.follow(name, read, model=trainer.lightning_module, left_out=left_out)
+        if isinstance(read, DataLoader):
+            own: weakref.ref[LoaderAttributes] = weakref.ref(self)  # the trainer holds the loader: see `watch_reads`
+            watch_reads(read, partial(_start_workers, own, trains), partial(_fetch, own, trains))
 
-    def _iterator(self, make: Callable[[], Any], own: Any, trains: bool) -> Any:
-        if trains and own().num_workers:
-            self._note((self._epoch, _BEGIN, 1), for_workers=True)
-        iterator = make()
-        if isinstance(iterator, _SingleProcessDataLoaderIter):
-            vars(iterator)["_next_data"] = partial(self._fetch, iterator._next_data, trains)
-        return iterator
+    def start_workers(self) -> None:
+        """Note what workers of a loader are about to copy."""
+        self._note((self._epoch, _BEGIN, 1), for_workers=True)
 
-    def _fetch(self, read: Callable[[], Any], trains: bool) -> Any:
+    def fetch(self, read: Callable[[], Any], *, trains: bool) -> Any:
+        """Read a batch in this process; `trains`: of the training data."""
         if trains:
             self.note_read()
         return self._attributes.fetched(read, trains=trains)
@@ -132,6 +129,12 @@ class LoaderAttributes:
             self._note((self._epoch, _BEGIN, 0))
 
 
-def _made_by_class(own: Any) -> Any:
-    loader = own()
-    return type(loader)._get_iterator(loader)
+def _start_workers(own: "weakref.ref[LoaderAttributes]", trains: bool) -> None:
+    attributes = own()
+    if trains and attributes is not None:
+        attributes.start_workers()
+
+
+def _fetch(own: "weakref.ref[LoaderAttributes]", trains: bool, read: Callable[[], Any]) -> Any:
+    attributes = own()
+    return read() if attributes is None else attributes.fetch(read, trains=trains)

@@ -11,12 +11,18 @@ while an epoch is being read cannot be repeated in this way, and is refused. Who
 look before and after a batch is read: at the first batches, and ever more rarely after that.
 """
 
+# The iterators of a DataLoader have no public names.
+# pyright: reportPrivateUsage=false
+
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hyperpod_plugins.errors import ConfigError, StateLost, format_list
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_ENTRIES, num_entries
@@ -30,8 +36,11 @@ _LIMIT_BYTES = 2**20
 _NUM_NOTED = 64
 """So many changes are remembered."""
 _NUM_LOOKS = 32
+_NUM_COPIED = 2**14
+"""Most entries of a container of a dataset that is copied and sent."""
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "collate_fn")
 _HELD = (*_OF_LOADER, "datasets", "data_source", "_sampler")
+_ADVICE = "Change them between two epochs, in on_train_epoch_start or on_train_epoch_end."
 _OF_SAMPLERS = ("epoch",)
 """Attributes that `set_epoch` gives to a sampler: loops call it anyway."""
 
@@ -66,6 +75,39 @@ def _has_state(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def watch_reads(
+    loader: DataLoader[Any], start_workers: Callable[[], object], fetch: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Have the iterators of a loader call functions of the caller.
+
+    Args:
+        loader: that is about to be used.
+        start_workers: called before workers of the loader are started.
+        fetch: given a function that reads a batch in this process; returns what it has read.
+    """
+    own = weakref.ref(loader)  # in a reference cycle, the loader's workers would take seconds to exit
+    make = vars(loader).get("_get_iterator") or partial(_made_by_class, own)
+    if isinstance(make, partial) and make.func is _watched_iterator:  # the loader is used once more
+        make = make.args[0]
+    vars(loader)["_get_iterator"] = partial(_watched_iterator, make, own, start_workers, fetch)
+
+
+def _made_by_class(own: Any) -> Any:
+    loader = own()
+    return type(loader)._get_iterator(loader)
+
+
+def _watched_iterator(
+    make: Callable[[], Any], own: Any, start_workers: Callable[[], object], fetch: Callable[[Callable[[], Any]], Any]
+) -> Any:
+    if own().num_workers:
+        start_workers()
+    iterator = make()
+    if isinstance(iterator, _SingleProcessDataLoaderIter):
+        vars(iterator)["_next_data"] = partial(fetch, iterator._next_data)
+    return iterator
+
+
 class DataAttributes:
     """The attributes of what loaders read with, at the positions of a training; for the main thread only."""
 
@@ -80,6 +122,8 @@ class DataAttributes:
         self._ignored: set[str] = set()
         self._by_reading: set[str] = set()
         """Attributes that reading has changed, by owner and name."""
+        self._long: dict[str, tuple[Any, ...]] = {}
+        """Long containers, which are neither copied nor sent, with what tells whether they are the same."""
         self._attributes = PlainAttributes(())
         self._model: nn.Module | None = None
         self._left_out: Sequence[object] = ()
@@ -131,13 +175,23 @@ class DataAttributes:
             self._attributes.load_state_dict(self._copied_at(self._place))
 
     def _build(self) -> None:
-        self._attributes = PlainAttributes(
+        present = self._long_containers()
+        self._long = present | {name: mark for name, mark in self._long.items() if name in present}
+        former = self._attributes
+        self._attributes = attributes = PlainAttributes(
             self._owners.items(),
-            ignored=[*self._ignored, *_OF_SAMPLERS],
+            ignored=[*self._ignored, *_OF_SAMPLERS, *(name.rpartition(".")[2] for name in self._long)],
             model=self._model,
             left_out=self._left_out,
-            former=self._attributes,
+            former=former,
         )
+        held = former._first_held
+        for name, key in [*attributes._first]:  # an attribute that an object has got since had no first value
+            is_same = name in held and held[name].value is attributes._first_held[name].value
+            if is_same and (name, key) not in former._first:
+                del attributes._first[name, key]
+                attributes._first_contents.pop((name, key), None)
+        attributes._find()
 
     def present(self) -> dict[str, Any]:
         """What differs from the first values.
@@ -146,9 +200,31 @@ class DataAttributes:
             ConfigError: it cannot be sent to another process.
         """
         state = self._attributes.state_dict()
-        if bad := [name for name, each in state.items() if each is None]:
+        bad = [name for name, each in state.items() if each is None]
+        present = self._long_containers() if self._long else {}
+        bad += [name for name, mark in self._long.items() if present.get(name) != mark]
+        if bad and self._ignore_read():
+            return self.present()
+        if bad:
             raise ConfigError(_refusal(bad, "cannot be sent to the process that replaces a lost one"))
         return self._entered | state
+
+    def _ignore_read(self) -> bool:
+        """Follow no more what reading has changed, such as a cache that has grown; whether there is anything."""
+        names = {name.rpartition(".")[2] for name in self._by_reading if name.rpartition(".")[0] in self._owners}
+        is_new = bool(names - self._ignored)
+        if is_new:
+            self._ignored |= names
+            self._build()
+        return is_new
+
+    def _long_containers(self) -> dict[str, tuple[Any, ...]]:
+        return {
+            f"{name}.{key}": (id(value), len(value), *map(id, value[:1] + value[-1:] if type(value) is list else ()))
+            for name, owner in self._owners.items()
+            for key, value in [*vars(owner).items()]
+            if type(value) in CONTAINERS and len(value) > _NUM_COPIED and key not in self._ignored
+        }
 
     def note(self, place: DataPlace, *, for_workers: bool = False) -> bool:
         """Note the present attributes; returns whether they have changed since the last time.
@@ -166,6 +242,8 @@ class DataAttributes:
         data = pack(state)
         if data == (noted[-1][1] if noted else b"" if for_workers else pack({})):
             return False
+        if len(data) > _LIMIT_BYTES and self._ignore_read():
+            return self.note(place, for_workers=for_workers)
         if len(data) > _LIMIT_BYTES:
             raise ConfigError(_refusal([*state], f"are larger than {_LIMIT_BYTES >> 10} KiB"))
         if self._is_elastic and state:
@@ -213,8 +291,12 @@ class DataAttributes:
 
     # -- changes within an epoch --------------------------------------------------------------------------------
 
-    def check_unchanged(self, where: str) -> None:
+    def check_unchanged(self, where: str, advice: str = _ADVICE) -> None:
         """Refuse what the program has changed since the last note, but for what reading has changed.
+
+        Args:
+            where: when it was changed, for the message.
+            advice: what to do instead.
 
         Raises:
             ConfigError: there is such a change.
@@ -226,8 +308,7 @@ class DataAttributes:
         if changed:
             raise ConfigError(
                 f"{format_list(sorted(changed), 8)}: attributes of datasets or samplers were changed {where}. "
-                "A process that replaces a lost one would read samples with other attributes. Change them between two "
-                "epochs, in on_train_epoch_start or on_train_epoch_end."
+                f"A process that replaces a lost one would read samples with other attributes. {advice}"
             )
 
     @staticmethod
@@ -242,19 +323,20 @@ class DataAttributes:
             }
         return found
 
-    def fetched(self, read: Callable[[], Any], *, trains: bool) -> Any:
+    def fetched(self, read: Callable[[], Any], *, trains: bool, advice: str = _ADVICE) -> Any:
         """Read one batch in this process; see [Note: changes within an epoch].
 
         Args:
             read: reads it.
             trains: whether it is a batch for training, between which nothing else may have changed.
+            advice: see `check_unchanged`.
         """
         self._num_fetched += 1
         number = self._num_fetched
         if self.is_empty or (number > _NUM_LOOKS and number & (number - 1)):
             return read()
         if trains and self._place is None:
-            self.check_unchanged("while an epoch was being read")
+            self.check_unchanged("while an epoch was being read", advice)
         before, marks = self.present(), self._unsendable()
         try:
             return read()
@@ -264,6 +346,7 @@ class DataAttributes:
             } - self._ignored
             if opened:  # files and caches, which another process makes for itself
                 self._ignored |= opened
+                self._long = {name: each for name, each in self._long.items() if name.rpartition(".")[2] not in opened}
                 self._build()
             self._by_reading |= self._changed(before, self._attributes.state_dict())
 
@@ -273,8 +356,13 @@ class DataAttributes:
             f"{name}.{key}": (id(value), len(value) if type(value) in CONTAINERS else 0)
             for name, owner in self._owners.items()
             for key, value in [*vars(owner).items()]
-            if key not in self._ignored and num_entries(value) > MAX_ENTRIES
+            if key not in self._ignored and _is_large(value)
         }
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value cannot be sent, or is a long container, which is not looked through at each look."""
+    return (type(value) in CONTAINERS and len(value) > MAX_ENTRIES) or num_entries(value) > MAX_ENTRIES
 
 
 def _refusal(names: list[str], why: str) -> str:

@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.data_attributes import DataAttributes, objects_of
+from hyperpod_plugins.recovery.data_attributes import DataAttributes, objects_of, watch_reads
 
 
 class Crop:
@@ -106,6 +106,36 @@ def test_what_cannot_be_sent_is_refused(value: Any) -> None:
         attributes.note((0, 2, 0))
 
 
+@pytest.mark.parametrize("value", [0, torch.zeros(2**11)])
+def test_cache_that_grows_between_two_looks_is_not_refused(value: Any) -> None:
+    """It has more entries, or bytes, than are sent by the next look; the level is sent all the same."""
+    dataset = Curriculum()
+    attributes = followed(dataset)
+    for index in range(40):
+        attributes.fetched(lambda index=index: dataset[index], trains=True)
+    dataset.cache.update({index: value for index in range(2000 if isinstance(value, int) else 300)})
+    attributes.check_unchanged("while an epoch was being read")
+    dataset.level = 2
+    attributes.note((0, 2, 0))
+    replacement, other = DataAttributes(), Curriculum()
+    replacement.load_noted(attributes.noted)
+    replacement.enter((0, 2, 0))
+    replacement.follow("training 0", DataLoader(other), model=nn.Module(), left_out=[])
+    assert other.level == 2
+
+
+def test_long_lists_are_refused_once_another_one_takes_their_place() -> None:
+    """They are not copied, and so not given to a replacement."""
+    dataset = Curriculum()
+    vars(dataset)["paths"] = [f"{number}" for number in range(2**15)]
+    attributes = followed(dataset)
+    dataset.level = 1
+    attributes.note((0, 2, 0))
+    vars(dataset)["paths"] = [f"{number}" for number in range(2**15)]
+    with pytest.raises(ConfigError, match="paths"):
+        attributes.note((1, 2, 0))
+
+
 def test_job_that_changes_its_size_refuses_a_change() -> None:
     """A replacement there may have no predecessor."""
     dataset = Curriculum()
@@ -119,3 +149,17 @@ def test_job_that_changes_its_size_refuses_a_change() -> None:
 def test_torch_datasets_and_samplers_are_not_followed() -> None:
     """A plain loader has nothing to look at."""
     assert not [*objects_of(DataLoader(Subset(torch.utils.data.TensorDataset(torch.ones(4)), [0, 1]), shuffle=True))]
+
+
+def test_reads_of_a_loader_are_watched_once_each_time_it_is_used() -> None:
+    """Also if it is watched again, as where a fit is entered again."""
+    loader, numbers = DataLoader(Curriculum(), batch_size=4), list[int]()
+
+    def fetch(read: Any) -> Any:
+        numbers.append(1)
+        return read()
+
+    for _ in range(2):
+        watch_reads(loader, list[Any], fetch)
+        assert len([*loader]) == 2
+    assert len(numbers) == 6, "two batches and the end, twice"
