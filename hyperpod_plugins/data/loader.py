@@ -99,6 +99,11 @@ class StatefulLoader:
         key_random_numbers(self._loader, key)
 
     @property
+    def reads_with(self) -> DataLoader[Any] | None:
+        """The loader that reads the samples in this thread or in workers; None if another thread does."""
+        return None if self._read_ahead else self._loader
+
+    @property
     def batch_sampler(self) -> ElasticSampler:
         """The sampler that keeps the position."""
         return self._sampler

@@ -10,7 +10,7 @@ A fault inside a step is repaired by the step's transaction. After any other fau
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ from hyperpod_plugins.lightning.compat import LightningModule, SIGTERMException,
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.compat import restore as restore_method
 from hyperpod_plugins.lightning.elastic_training import ElasticState
+from hyperpod_plugins.lightning.left_loops import EndedPart, LeftLoops
+from hyperpod_plugins.lightning.loader_attributes import LoaderAttributes
 from hyperpod_plugins.lightning.local_state import LoggedMeans, MetricStates, register_all
 from hyperpod_plugins.lightning.loggers import LoggedRows, continue_runs, record_runs
 from hyperpod_plugins.lightning.module_checks import (
@@ -92,7 +94,7 @@ from hyperpod_plugins.lightning.trainer_state import (
 )
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.recovery import NO_STATE, Snapshot, TrainingState, seed_micro_step
+from hyperpod_plugins.recovery import NO_STATE, TrainingState, seed_micro_step
 from hyperpod_plugins.recovery.engine import RecoveryEngine
 from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
 from hyperpod_plugins.recovery.rng import (
@@ -236,35 +238,6 @@ class NullFitRecovery:
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """Rank-local state after a part of the fit, which all ranks run again unless another rank is already past it."""
-
-    part: PartStart
-    """State when the part began."""
-    own: bytes
-    """Description of the trainer."""
-    metrics: dict[str, dict[str, Any]]
-    local: dict[str, Any]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Left:
-    """Where this rank left the loops, until it has joined the others again."""
-
-    returned: Snapshot | None = None
-    """Snapshot to which all ranks return, if this rank has just been put back to one."""
-    description: bytes = b""
-    """Where this rank can continue; empty without a valid state."""
-    own: bytes = b""
-    """Description of this rank's trainer, whose callbacks and loaders may differ from those of other ranks."""
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    local: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Rank-local state from when this rank first left the loops."""
-    ended: _Ended | None = None
-    """The part at whose end this rank waited for the others, if any."""
-
-
 class FitRecovery(NullFitRecovery):
     """Step transactions and trainer state of one entry into a fit's loops, first or again after a fault.
 
@@ -313,8 +286,7 @@ class FitRecovery(NullFitRecovery):
         if elastic is not None:
             refuse_own_micro_steps(trainer)
         options = engine.options
-        self.engine = engine
-        self.member = engine.member
+        self.engine, self.member = engine, engine.member
         self.elastic = elastic
         self.trainer = trainer
         self._average = average
@@ -345,9 +317,10 @@ class FitRecovery(NullFitRecovery):
         self._reentry = Reentry()
         self._skip_batches, self._starts_epoch, self._is_first = 0, False, former is None
         self._entered_with: dict[str, Any] = {}
+        self.data = LoaderAttributes(trainer, engine.member, elastic is not None) if former is None else former.data
         self._begins = self._is_first and not self.member.is_joining
         """Whether this rank has been there from the beginning of the fit, and no fault has interrupted it yet."""
-        self._left = _Left() if former is None else former._left
+        self._left = LeftLoops() if former is None else former._left
         """Where the loops were left last."""
         self._restarted_with: dict[str, Any] = {}
         """Rank-local state that has been loaded, until `on_train_start` has been called, which may reset it."""
@@ -402,6 +375,7 @@ class FitRecovery(NullFitRecovery):
         group_health.allow_collectives()  # a fit that was asked to stop may be inside a window
         if self.trainer.sanity_checking:
             self.member.collectives.pause(is_paused=True)
+        self.data.begin_part(part)
         if part == EPOCH_BEGIN and self._reentry.part:
             return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
@@ -438,6 +412,7 @@ class FitRecovery(NullFitRecovery):
         if self.trainer.sanity_checking:
             self.member.collectives.pause(is_paused=False)
             return
+        self.data.end_part(part)
         if part == EPOCH_BEGIN:
             self.window.note_loaders()
             return
@@ -457,6 +432,7 @@ class FitRecovery(NullFitRecovery):
         restore_method(trainer, "_run_sanity_check")
         self.member.collectives.end_set_up()
         self.window.put_back_start()
+        self.data.begin()
         self.local.load_again(self._restarted_with)
         self._restarted_with = {}
         is_detached = group_health.is_unavailable
@@ -549,7 +525,7 @@ class FitRecovery(NullFitRecovery):
         self.window.put_back_first_hooks()
         self.window.forget_gradients()
         self.window.batch_hooks.end()
-        self._left = _Left(
+        self._left = LeftLoops(
             returned=returned,
             description=description,
             own=own,
@@ -565,7 +541,7 @@ class FitRecovery(NullFitRecovery):
         if returned is None and not member.has_torn_state and not self._left.local:
             self._left.local = local if part is None else part.local  # Lightning resets it
         if has_ended and part is not None:
-            self._left.ended = _Ended(part=part, own=after, metrics=metrics, local=local)
+            self._left.ended = EndedPart(part=part, own=after, metrics=metrics, local=local)
         return True
 
     def _restart_if_not_begun(self, *, from_checkpoint: bool) -> None:
@@ -639,8 +615,10 @@ class FitRecovery(NullFitRecovery):
         if resume_point.step == 0 and not (resume_point.in_step or is_ours):
             # Nothing has been trained yet: start from scratch.
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
+            self.data.enter(checkpoint)
             return checkpoint
         self._end_if_rehearsed(resume_point.step, checkpoint["global_step"])
+        self.data.enter(checkpoint)
         make_loaders_as_others(trainer, checkpoint)
         self._skip_batches = batches_done(checkpoint)
         self._starts_epoch, part = is_epoch_start(checkpoint), part_of(checkpoint)
@@ -700,6 +678,7 @@ class FitRecovery(NullFitRecovery):
         forget_training_loader(self.trainer)
         if "loops" in checkpoint:
             self._skip_batches = batches_done(checkpoint)
+            self.data.enter(checkpoint)
             if entries.resumed_from:
                 self._restarted_at = untracked_in(self.trainer, checkpoint, entries.resumed_from)
                 make_loaders_as_others(self.trainer, self._restarted_at)
@@ -725,6 +704,7 @@ class FitRecovery(NullFitRecovery):
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         if self._is_keyed:
             loader = self._with_keyed_random(loader, number)
+        self.data.follow(loader, number)
         return rest_of_epoch(loader, self._skip_batches, self.trainer) if self.trainer.training else loader
 
     def _with_keyed_random(self, loader: Any, number: int) -> Any:
@@ -743,6 +723,7 @@ class FitRecovery(NullFitRecovery):
 
     @override
     def on_batch(self) -> None:
+        self.data.note_read()
         self.window.note_fetched()
 
     @override

@@ -35,6 +35,7 @@ from hyperpod_plugins.parallel.replica_mean import (
 )
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
 from hyperpod_plugins.recovery import seed_micro_step
+from hyperpod_plugins.recovery.data_attributes import DataAttributes, watch_reads
 from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
@@ -268,6 +269,11 @@ _LEFT_EARLY = (
 )
 
 
+_OF_DATA = (
+    "Give the loop a dataset whose attributes stay as they are, and apply what changes (the level of a curriculum) to "
+    "the batch in the function that is given to step.run(...), from session.state; or end the loop, change the "
+    "dataset, and call session.steps again."
+)
 _OF_LOST_WORKERS = (RuntimeError, OSError, EOFError)
 _DATALOADER = "torch.utils.data.dataloader"
 
@@ -326,9 +332,9 @@ class Loop:
         self._trained = trained
         self._computation = computation
         self.transactions = transactions
-        self._build_loader = build_loader
+        self._data, self._build_loader = DataAttributes(), partial(self._watched, build_loader)
         self._limits = limits
-        self._loader = build_loader()
+        self._loader = self._build_loader()
         self._refuse_uneven_end()
         self._position = Position()
         self._step: Step | None = None
@@ -336,6 +342,16 @@ class Loop:
         """Number of steps whose body this process has run to its end."""
         self._reads: ParameterReads | None = None
         """What the present block has read before its step, while that is watched."""
+
+    def _watched(self, build_loader: Callable[[], StatefulLoader]) -> StatefulLoader:
+        """A loader whose dataset is watched: a replacement would read it with its first attributes."""
+        loader = build_loader()
+        read = loader.reads_with
+        if self.has_recovery and read is not None:
+            self._data.follow("training 0", read, model=self._trained.model, left_out=())
+            check = partial(self._data.check_unchanged, "while the loop ran", _OF_DATA)
+            watch_reads(read, check, partial(self._data.fetched, trains=True, advice=_OF_DATA))
+        return loader
 
     @property
     def has_recovery(self) -> bool:
@@ -464,6 +480,8 @@ class Loop:
                 weights=found.weights,
                 num_samples=found.num_samples,
             )
+            if found.ends_epoch:
+                self._data.check_unchanged("while the loop ran", _OF_DATA)
 
     def _read_again(self, position: Position) -> tuple[Any, ...]:
         """Read this rank's batches of the last committed step, whose body runs again in the present world.

@@ -72,6 +72,7 @@ def watched(change, kind="module"):
     module = (OfModule if kind == "module" else Module)(change)
     trainer = SimpleNamespace(
         lightning_module=module,
+        optimizers=[],
         datamodule=OfData(module) if kind == "data" else None,
         callbacks=[OfCallback()] if kind == "callback" else [],
     )
@@ -132,7 +133,7 @@ def test_a_static_hook_is_left_alone():
         def on_after_batch_transfer(batch, dataloader_idx):
             return batch
 
-    trainer = SimpleNamespace(lightning_module=Static(None), datamodule=None, callbacks=[])
+    trainer = SimpleNamespace(lightning_module=Static(None), optimizers=[], datamodule=None, callbacks=[])
     hooks = BatchHooks(trainer, trainer.lightning_module, [])
     hooks.watch()
     assert trainer.lightning_module.on_after_batch_transfer(3, 0) == 3
@@ -266,7 +267,7 @@ def test_a_hook_of_a_callback_with_a_state_counts_once():
         def load_state_dict(self, state):
             self.count = state["count"]
 
-    trainer = SimpleNamespace(lightning_module=Module(None), datamodule=None, callbacks=[Counts()])
+    trainer = SimpleNamespace(lightning_module=Module(None), optimizers=[], datamodule=None, callbacks=[Counts()])
     hooks = BatchHooks(trainer, trainer.lightning_module, [*attributes_of(trainer).values()])
     hooks.watch(partial(Kept, trainer.lightning_module))
     KINDS["callback"](trainer, {"x": torch.ones(1)})
@@ -301,7 +302,7 @@ def test_what_was_not_read_or_has_not_changed_is_the_same():
 
 
 def test_no_hooks():
-    trainer = SimpleNamespace(lightning_module=Module(None), datamodule=None, callbacks=[OfCallback()])
+    trainer = SimpleNamespace(lightning_module=Module(None), optimizers=[], datamodule=None, callbacks=[OfCallback()])
     assert BatchHooks(trainer, trainer.lightning_module, []).are_any
     trainer.callbacks.clear()
     assert not BatchHooks(trainer, trainer.lightning_module, []).are_any

@@ -144,6 +144,7 @@ def measured(layouts):
     from hyperpod_plugins.parallel import build_mesh, loss_parallel_context, parallelize
 
     dist.init_process_group("hyperpod")
+    torch.manual_seed(dist.get_rank())
     found = {}
     for name, options in layouts.items():
         config, tracker = ParallelConfig.of(options), TrackedMemory()
@@ -185,13 +186,15 @@ def test_a_rank_needs_what_is_planned(run_ranks):
     with_snapshots = replace(SHAPE, has_snapshots=True)
     config = ParallelConfig.of(LAYOUTS[SNAPSHOTS_OF])
     snapshots = plan_memory(sizes(), config, with_snapshots, world_size=4).host_snapshots
-    for found, kept in run_ranks(measured, LAYOUTS, world_size=4, timeout_s=240):
-        assert kept == pytest.approx(snapshots, rel=0.01)  # and buffers, and the optimizer's counts of steps
-        for name, peak in found.items():
-            plan = plans[name]
-            used = plan.parameters + plan.gradients + plan.optimizer + plan.gathered + plan.activations
-            used += plan.host_state  # here, the host is the device
-            assert used == pytest.approx(peak, rel=0.04), name  # with experts, a rank gets more rows or fewer
+    ranks = run_ranks(measured, LAYOUTS, world_size=4, timeout_s=240)
+    assert [kept for _, kept in ranks] == [pytest.approx(snapshots, rel=0.01)] * 4  # buffers, counts of steps, too
+    for name, plan in plans.items():
+        used = plan.parameters + plan.gradients + plan.optimizer + plan.gathered + plan.activations
+        used += plan.host_state  # here, the host is the device
+        peaks = [found[name] for found, _ in ranks]
+        if configs[name].expert_parallel_degree > 1:  # some ranks get more rows, and others fewer
+            peaks = [sum(peaks) / len(peaks)]
+        assert peaks == [pytest.approx(used, rel=0.04)] * len(peaks), name
 
 
 def test_a_tensor_around_others_takes_their_memory():

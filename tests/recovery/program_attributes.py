@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meters import Meter
 from program_parts import RANK, Faults, checksum
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.recovery import TrainingState
@@ -121,6 +121,10 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_start(self):
         self.calls["epoch"] += 1
+        self.trainer.train_dataloader.dataset.difficulty["epoch"] = self.current_epoch
+
+    def on_train_epoch_end(self):
+        self.trainer.train_dataloader.dataset.level += 1
 
     def on_before_batch_transfer(self, batch, index):
         own = self.last if self.follows_own else 0.0
@@ -153,15 +157,29 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
 
+class Curriculum(Dataset):
+    """Samples that become harder from epoch to epoch."""
+
+    def __init__(self, samples):
+        self.samples, self.level, self.difficulty = samples, 0, {}
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[index] * (1 + self.level / 9 + self.difficulty.get("epoch", 0) / 7)
+
+
 class Data(pl.LightningDataModule):
     """Changes batches by how many it has seen."""
 
     def __init__(self):
         super().__init__()
         self.num_batches, self.samples, self.held_out = 0, torch.randn(96, 8), torch.randn(32, 8)
+        self.curriculum = Curriculum(self.samples)
 
     def train_dataloader(self):
-        return DataLoader(self.samples, batch_size=4)
+        return DataLoader(self.curriculum, batch_size=4)
 
     def val_dataloader(self):
         return DataLoader(self.held_out, batch_size=4)
