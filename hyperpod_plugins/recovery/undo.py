@@ -100,7 +100,8 @@ class Buffers:
                 buffer.copy_(saved)
         for part, present in self._parts:
             table = self._tables.get(id(part), {})
-            part._non_persistent_buffers_set -= present.keys() - table.keys()
+            # In place: an assignment to a module that torch.compile wrapped would go to the wrapped one.
+            part._non_persistent_buffers_set.difference_update(present.keys() - table.keys())
             present.clear()
             present.update(table)
 

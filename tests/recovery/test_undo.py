@@ -330,3 +330,14 @@ def test_parameters_that_an_evaluation_has_written_are_put_back(write, num_earli
     can_put_back = num_earlier == 0 or swaps_earlier
     assert outside.put_back() == can_put_back
     assert torch.equal(model.weight, begun) == can_put_back
+
+
+def test_a_compiled_block_keeps_which_buffers_are_not_saved():
+    block = nn.Module()
+    block.register_buffer("table", torch.ones(3), persistent=False)
+    model = nn.Sequential(nn.Linear(3, 3), torch.compile(block, backend="eager"))
+    saved = [*model.state_dict()]
+
+    undo.Buffers(model.modules()).put_back()
+
+    assert [*model.state_dict()] == saved
