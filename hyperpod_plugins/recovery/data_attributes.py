@@ -45,7 +45,7 @@ _OF_SAMPLERS = ("epoch",)
 """Attributes that `set_epoch` gives to a sampler: loops call it anyway."""
 
 
-def objects_of(loader: object) -> Iterator[tuple[str, object]]:
+def objects_of_loader(loader: object) -> Iterator[tuple[str, object]]:
     """Path and object of each dataset, sampler and function of the program's classes that a loader reads with."""
     queue: list[tuple[str, Any]] = [("loader", loader)]
     known = {id(loader)}
@@ -160,7 +160,7 @@ class DataAttributes:
             model: whose modules are restored in other ways.
             left_out: objects that are.
         """
-        found = {f"{name}.{path}": each for path, each in objects_of(loader)}
+        found = {f"{name}.{path}": each for path, each in objects_of_loader(loader)}
         others = {key: each for key, each in self._owners.items() if key.partition(".")[0] != name}
         ids = {id(each) for each in others.values()} | {id(each) for each in left_out}
         former, self._model, self._left_out = self._owners, model, left_out

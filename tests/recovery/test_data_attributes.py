@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from typing_extensions import override
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.recovery.data_attributes import DataAttributes, objects_of, watch_reads
+from hyperpod_plugins.recovery.data_attributes import DataAttributes, objects_of_loader, watch_reads
 
 
 class Crop:
@@ -148,7 +148,9 @@ def test_job_that_changes_its_size_refuses_a_change() -> None:
 
 def test_torch_datasets_and_samplers_are_not_followed() -> None:
     """A plain loader has nothing to look at."""
-    assert not [*objects_of(DataLoader(Subset(torch.utils.data.TensorDataset(torch.ones(4)), [0, 1]), shuffle=True))]
+    assert not [
+        *objects_of_loader(DataLoader(Subset(torch.utils.data.TensorDataset(torch.ones(4)), [0, 1]), shuffle=True))
+    ]
 
 
 def test_reads_of_a_loader_are_watched_once_each_time_it_is_used() -> None:
