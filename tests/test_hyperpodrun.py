@@ -212,7 +212,7 @@ def test_a_second_interrupt_ends_everything_at_once(launch):
     time.sleep(0.5)
     assert job.agent.poll() is None
     job.agent.send_signal(signal.SIGINT)
-    assert job.code(timeout_s=20) == 128 + signal.SIGINT
+    assert job.code(timeout_s=20) == 128 + signal.SIGINT, job.text()
     job.await_nobody(timeout_s=2)
 
 

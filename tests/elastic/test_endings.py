@@ -24,7 +24,7 @@ END_S = 5.0
 def assert_ends(job, number):
     began_s = time.monotonic()
     job.agent.send_signal(number)
-    assert job.code() == 128 + number
+    assert job.code() == 128 + number, job.text()
     assert time.monotonic() - began_s < END_S
     assert "Traceback" not in job.text(), job.text()
     job.await_nobody()

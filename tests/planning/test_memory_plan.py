@@ -112,8 +112,8 @@ def model_for(config):
     return mixtral() if config.expert_parallel_degree > 1 else sizes()
 
 
-def tokens():
-    return torch.randint(2048, (SHAPE.micro_batch_size, SHAPE.sequence_length))
+def tokens(generator=None):
+    return torch.randint(2048, (SHAPE.micro_batch_size, SHAPE.sequence_length), generator=generator)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -144,12 +144,13 @@ def measured(layouts):
     from hyperpod_plugins.parallel import build_mesh, loss_parallel_context, parallelize
 
     dist.init_process_group("hyperpod")
-    torch.manual_seed(dist.get_rank())
     found = {}
     for name, options in layouts.items():
         config, tracker = ParallelConfig.of(options), TrackedMemory()
         offload.HostPool = lambda device, tracker=tracker: UncountedPool(device, tracker)
-        mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
+        topology = config.topology(dist.get_world_size())
+        mesh = build_mesh(topology, "cpu")
+        samples = torch.Generator().manual_seed(topology.data_rank(dist.get_rank()))
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(model_for(config))
         with tracker:
@@ -158,7 +159,7 @@ def measured(layouts):
             for _ in range(3):
                 tracker.peak = tracker.current
                 with loss_parallel_context(config):
-                    model(input_ids=(batch := tokens()), labels=batch).loss.backward()
+                    model(input_ids=(batch := tokens(samples)), labels=batch).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
         found[name] = tracker.peak

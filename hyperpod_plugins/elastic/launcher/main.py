@@ -46,6 +46,7 @@ from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_l
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
+from hyperpod_plugins.elastic.rendezvous.keep_alive import KEEPING_ALIVE
 from hyperpod_plugins.elastic.store.etcd import SCHEME
 from hyperpod_plugins.errors import ConfigError, HyperPodError, NotBuiltYetError
 
@@ -326,15 +327,16 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hyperpodrun` and return its exit code."""
     code = _run_job(get_parser().parse_args(argv))
-    if any(thread.name == CONNECTING for thread in threading.enumerate()):
+    if any(thread.name in (CONNECTING, KEEPING_ALIVE) for thread in threading.enumerate()):
         _exit_at_once(code)
     return code
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End the process while a thread waits in torch's store client.
+    """End the process while threads may wait in torch's store client.
 
-    Such a thread cannot be joined. If it returned while the interpreter shuts down, C++ would abort the process.
+    Such a thread cannot be joined in time. If it returned while the interpreter shuts down, C++ would abort the
+    process: its exit code would be that of SIGABRT.
     """
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: nothing public runs them before `os._exit`
     sys.stdout.flush()

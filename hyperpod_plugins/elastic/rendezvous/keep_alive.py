@@ -5,6 +5,7 @@ lost process; how the process ended; the end of the generation. So a reader of a
 sees the lost process as void.
 """
 
+import atexit
 import math
 import os
 import signal
@@ -36,12 +37,16 @@ from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY, J
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 logger = get_logger(__name__)
+
+KEEPING_ALIVE = "hyperpod-slots"
+"""Name of the thread of `KeepAlive`."""
 _CUT_OFF_BEATS = 4
 """A node that gets no answer ends after this many times the silence that costs a node its slot, at the earliest."""
 _REPORT_S = 10
 """Seconds between two reports of the same problem."""
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, RecursionError)
 """Errors of parsing a value that was not written by an agent."""
+_AT_EXIT_S = 1.0
 _GRACE_S = 5.0
 
 
@@ -194,7 +199,7 @@ class KeepAlive:
         self._failed: FailedWorker | None = None
         self._controller: Controller | None = None
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hyperpod-slots", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=KEEPING_ALIVE, daemon=True)
         self._num_looks = 0
         self._next_report_s = 0.0
         self.round_number = 0
@@ -215,17 +220,23 @@ class KeepAlive:
             except OSError as error:
                 logger.warning("`hyperpod` commands cannot reach this job: its ticket cannot be written: %s", error)
         self._thread.start()
+        atexit.register(self._halt, _AT_EXIT_S)
         if not self._endpoint.answers_in_time:
             threading.Thread(target=self._end_when_cut_off, name="hyperpod-cut-off", daemon=True).start()
 
     def stop(self) -> None:
         """Stop the heartbeats and the thread."""
+        self._halt(2 * self._policy.heartbeat_s)
+        atexit.unregister(self._halt)
+        if self._controller is not None:
+            self._controller.close()
+
+    def _halt(self, timeout_s: float) -> None:
+        """End the thread: one that is in torch's store client while the interpreter shuts down aborts the process."""
         self._end.set()
         self._worker_monitor.wake()
         if self._thread.is_alive():
-            self._thread.join(2 * self._policy.heartbeat_s)
-        if self._controller is not None:
-            self._controller.close()
+            self._thread.join(timeout_s)
 
     def is_lost(self, node: str) -> bool:
         """Whether another node has fallen silent."""
