@@ -5,8 +5,9 @@
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, Callbac
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, is_of_program, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import BufferStates, TensorSpecCache, packed_tensors, unpacked_tensors
 from hyperpod_plugins.recovery.local_state import BUFFERS, EPOCH_SUFFIX, LocalStates, RankLocalState
+from hyperpod_plugins.recovery.module_settings import Modes, ModuleSettings
 from hyperpod_plugins.recovery.undo import copied_value
 
 
@@ -417,9 +419,23 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
     ):
         former = known.get(name)
         if former is None or not former.is_of(owners):
-            left_out = [*callbacks, *metrics.values()]
-            known[name] = PlainAttributes(owners, ignored=ignored, model=module, left_out=left_out, former=former)
+            left_out, settings = [*callbacks, *metrics.values()], None
+            if owners is of_module:
+                settings = former and former.settings
+                if settings is None or settings.model is not module:
+                    settings = ModuleSettings(module, partial(_modes_to_restore, trainer))
+            known[name] = PlainAttributes(
+                owners, ignored=ignored, model=module, left_out=left_out, former=former, settings=settings
+            )
     return known
+
+
+def _modes_to_restore(trainer: Trainer) -> Modes | None:
+    """While an evaluation has the model in evaluation mode: the modes that Lightning restores at its end."""
+    if trainer.training or trainer.lightning_module.training:
+        return None
+    loop = cast("Any", trainer._active_loop)  # of an evaluation
+    return None if loop is None else loop._module_mode.mode
 
 
 def optimizers_followed(trainer: Trainer) -> list[tuple[str, Optimizer]]:

@@ -76,6 +76,7 @@ from hyperpod_plugins.recovery.held_objects import (
     reader_of,
     set_state,
 )
+from hyperpod_plugins.recovery.module_settings import ModuleSettings
 from hyperpod_plugins.recovery.packing import are_same, pack
 from hyperpod_plugins.recovery.program_collectives import is_library
 
@@ -159,6 +160,7 @@ class PlainAttributes:
         left_out: Collection[object] = (),
         former: "PlainAttributes | None" = None,
         follows: bool = True,
+        settings: ModuleSettings | None = None,
     ) -> None:
         """Start from the present values, which a replacement has too when it gets here.
 
@@ -169,6 +171,7 @@ class PlainAttributes:
             left_out: other objects that are.
             former: of some of the same objects, whose first values stay.
             follows: whether to follow the objects that they hold.
+            settings: of the model's modules.
         """
         self._follows = follows
         self._ignored = INTERNAL | frozenset(ignored)
@@ -177,19 +180,20 @@ class PlainAttributes:
             Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=self._ignored)
             for name, each in self._owners.items()
         ]
+        self.settings = settings
+        if settings is not None:
+            self._roots.append(Held("setting", settings, Way.ATTRIBUTES, (settings,)))
         self._packages = packages_of(self._owners.values())
         self._model = model
         self._left_out = {id(each): each for each in left_out}
-        self._in_model: dict[int, nn.Module] = {}
-        self._held: dict[str, Held] = {}
+        self._in_model, self._held = dict[int, nn.Module](), dict[str, Held]()
         self._states: list[Held] = []
         self._state_copies = StateCopies()
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
         self._tables, self._places, self._reads = list[_Table](), list[_Place](), list[Callable[[], Any]]()
         self._num_found = (-1, 0)
-        self._first_held: dict[str, Held] = {}
-        self._first: dict[tuple[str, str], Any] = {}
+        self._first_held, self._first = dict[str, Held](), dict[tuple[str, str], Any]()
         """The first value of each place, by the names of owner and attribute."""
         self._first_contents: dict[tuple[str, str], Contents] = {}
         self._first_copies: dict[tuple[str, str], Contents] = {}
@@ -237,7 +241,7 @@ class PlainAttributes:
     @property
     def is_empty(self) -> bool:
         """Whether the program defines no such object."""
-        return not self._owners
+        return not self._roots
 
     def is_of(self, owners: Iterable[tuple[str, object]]) -> bool:
         """Whether these are the objects whose attributes are kept."""
@@ -470,7 +474,7 @@ class PlainAttributes:
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""
         self._note_parameters()
-        is_left_out = self._is_left_out if self._follows else _is_any
+        is_left_out = self._is_left_out if self._follows else lambda _: True
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
         if are_too_many and "" not in self._warned:
             self._warned.add("")
@@ -618,7 +622,7 @@ class PlainAttributes:
 
     def _forms(self) -> dict[Any, tuple[Any, ...]]:
         """Of each object that another process has, or can make: the form that stands for it, by `id`."""
-        roots = self._owners.keys()
+        roots = {each.name for each in self._roots}
         return self._parameter_forms | {
             id(each.value): ("object", name, _name_of(type(each.value)))
             for name, each in self._held.items()
@@ -851,10 +855,6 @@ def _entries_of(contents: Contents) -> list[Any]:
 def _table_with(held: Held, key: str) -> _Table:
     """The table of an object in which an attribute is, or will be."""
     return next((table for table in held.tables[1:] if key in table), held.tables[0])
-
-
-def _is_any(_: object) -> bool:
-    return True
 
 
 def _named(owner: str, key: str) -> str:

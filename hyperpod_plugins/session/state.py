@@ -33,6 +33,7 @@ from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, Trai
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
 from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
+from hyperpod_plugins.recovery.module_settings import ModuleSettings
 from hyperpod_plugins.recovery.optimizer_copy import HasState, OptimizerCopy
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device
 from hyperpod_plugins.recovery.plan import NO_STATE
@@ -222,7 +223,8 @@ class TrainedState:
         self._body_start: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
         writes = is_manual or not all(map(is_elementwise, self.optimizers))
-        self.attributes = PlainAttributes(modules_of_program(model), model=model)
+        settings = ModuleSettings(model, has_modes=False)  # a position has the modes
+        self.attributes = PlainAttributes(modules_of_program(model), model=model, settings=settings)
         self.scalers = ScalerWatch(self.restores)
         others: list[HasState] = [*([] if rates is None else [rates]), *(self.schedulers if is_manual else [])]
         kept = OptimizerCopy(self.optimizers, others) if writes else None

@@ -76,10 +76,13 @@ class Scaled(nn.Module):
         self.held = Held(self.layer)
         self.weights = [*self.layer.parameters()]
         self.last, self.recent, self.largest = 0.0, deque(maxlen=3), torch.zeros(())
+        self.dropout, self.norm = nn.Dropout(0.0), nn.BatchNorm1d(8)
 
     def forward(self, x):
+        x = self.norm(self.dropout(x))
         if self.training:
             self.num_calls += 1
+            self.dropout.p += 0.01
             self.recent.append(float(x.mean()))
             self.largest = torch.maximum(self.largest, x.detach().abs().max())
             x = x + self.held.update(x) / 99
@@ -121,6 +124,8 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_start(self):
         self.calls["epoch"] += 1
+        self.net.norm.momentum *= 0.5
+        self.net.norm.train(self.current_epoch != 1)
         self.trainer.train_dataloader.dataset.difficulty["epoch"] = self.current_epoch
 
     def on_train_epoch_end(self):

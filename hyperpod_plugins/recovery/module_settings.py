@@ -1,0 +1,136 @@
+"""Settings of a model's modules that a program changes while it trains: modes, and numbers such as `Dropout.p`.
+
+A module's mode (`training`) decides what it computes, and so do the plain attributes of libraries' modules, such as
+the momentum of a BatchNorm. No `state_dict` has them. Other attributes, of modules of the program's own classes, are
+found by `PlainAttributes`, which sends these as well: to it, they are an object whose attributes are the settings that
+differ from those of the set-up, so that nothing is looked at twice where none does.
+"""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from operator import itemgetter
+from typing import Any, cast
+
+from torch import nn
+from typing_extensions import override
+
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.recovery.attribute_values import SCALARS
+from hyperpod_plugins.recovery.held_objects import INTERNAL
+from hyperpod_plugins.recovery.program_collectives import is_library
+
+_MODE = "training"
+Modes = MutableMapping[str, bool]
+"""Whether each module is in training mode, by its name."""
+
+
+def no_modes() -> None:
+    """Modes of a loop that sets none for an evaluation."""
+
+
+class ModuleSettings(MutableMapping[str, Any]):
+    """The settings that differ from the first ones, by the names of the module and of the attribute.
+
+    To delete one is to set it to its first value. For the main thread only.
+    """
+
+    def __init__(
+        self, model: nn.Module, modes_to_restore: Callable[[], Modes | None] = no_modes, *, has_modes: bool = True
+    ) -> None:
+        """Start from the present settings.
+
+        Args:
+            model: whose modules.
+            has_modes: whether the modes are among the settings: a loop may restore them in another way.
+            modes_to_restore: returns, while an evaluation has changed the modes, those that will be restored when it
+                ends, which stand for the present ones; None at other times.
+        """
+        self.model = model
+        self._modes_to_restore = modes_to_restore
+        self._parts = dict(model.named_modules())
+        found = {name: _settings_of(part, has_mode=has_modes) for name, part in self._parts.items()}
+        self._keys = [(name, keys) for name, keys in found.items() if keys]
+        self._reads = [(itemgetter(*keys), vars(self._parts[name])) for name, keys in self._keys]
+        self._first = self._seen = self._present()
+        self._first_of = self._by_name(self._first)
+        self._found: dict[str, Any] = {}
+
+    def _present(self) -> list[Any]:
+        """One setting, or a tuple of all, for each module."""
+        return [read(table) for read, table in self._reads]
+
+    def _by_name(self, settings: list[Any]) -> dict[str, Any]:
+        return {
+            f"{name}.{key}": value
+            for (name, keys), values in zip(self._keys, settings, strict=True)
+            for key, value in zip(keys, values if len(keys) > 1 else (values,), strict=True)
+        }
+
+    def _different(self) -> dict[str, Any]:
+        modes = self._modes_to_restore()
+        present = self._present()
+        if not _are_equal(present, self._seen):
+            self._seen = present
+            self._found = self._without_first(self._by_name(present))
+        if modes is None:
+            return self._found
+        return self._without_first(
+            self._by_name(present) | {f"{name}.{_MODE}": mode for name, mode in modes.items() if name in self._parts}
+        )
+
+    def _without_first(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if _differs(value, self._first_of[name])}
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        return self._different()[key]
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._first_of:
+            raise CheckpointMismatch(f"the state of one rank has the setting {key} of a module, which is not here")
+        name, _, attribute = key.rpartition(".")
+        modes = self._modes_to_restore() if attribute == _MODE else None
+        if modes is not None and name in modes:
+            modes[name] = bool(value)
+        else:
+            setattr(self._parts[name], attribute, value)
+
+    @override
+    def __delitem__(self, key: str) -> None:
+        if key not in self._different():
+            raise KeyError(key)
+        self[key] = self._first_of[key]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._different()])
+
+    @override
+    def __len__(self) -> int:
+        return len(self._different())
+
+
+def _are_equal(present: list[Any], seen: list[Any]) -> bool:
+    try:
+        return present == seen
+    except RuntimeError:  # tensors of several elements have taken the place of numbers
+        return False
+
+
+def _differs(value: Any, first: Any) -> bool:
+    return type(value) is not type(first) or value != first
+
+
+def _settings_of(part: nn.Module, *, has_mode: bool) -> tuple[str, ...]:
+    """Names of the settings of a module: its mode, and the plain attributes of a library's module."""
+    own, mode = vars(part), (_MODE,) if has_mode else ()
+    if "_update_count" in own or not all(is_library(base.__module__) for base in type(part).__mro__):
+        return mode  # a metric of torchmetrics, or a module of the program
+    plain = (key for key, value in own.items() if key not in INTERNAL and key[:1] != "_" and _is_plain(value))
+    return *mode, *plain
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, cast("tuple[object, ...]", value)))
+    return type(value) in SCALARS

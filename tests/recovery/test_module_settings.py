@@ -1,0 +1,94 @@
+"""Modes and numbers of a model's modules, which a program changes while it trains."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.recovery.attributes import PlainAttributes, modules_of_program
+from hyperpod_plugins.recovery.module_settings import ModuleSettings
+from hyperpod_plugins.recovery.packing import pack, unpack
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
+        self.rate = 0.5
+
+
+def attributes_of(model, **options):
+    return PlainAttributes(modules_of_program(model), model=model, settings=ModuleSettings(model, **options))
+
+
+CHANGES = {
+    "a number": (lambda it: vars(it.net[2]).update(p=0.3), lambda it: it.net[2].p),
+    "none instead of a number": (lambda it: vars(it.net[1]).update(momentum=None), lambda it: it.net[1].momentum),
+    "a mode": (lambda it: it.net[1].eval(), lambda it: it.net[1].training),
+    "the mode of a module of the program": (lambda it: it.eval(), lambda it: [each.training for each in it.modules()]),
+    "a tensor instead of a number": (
+        lambda it: vars(it.net[1]).update(momentum=torch.tensor([0.5, 0.25])),
+        lambda it: torch.as_tensor(it.net[1].momentum).tolist(),
+    ),
+    "an attribute of the program's module": (lambda it: vars(it).update(rate=2.0), lambda it: it.rate),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_undone_and_reaches_another_process(name):
+    change, read = CHANGES[name]
+    (here, there) = (attributes_of(own := Own()), attributes_of(other := Own()))
+    first, kept, empty = read(own), here.keep(), here.state_dict()
+    assert empty == {}
+    change(own)
+    changed, sent, after = read(own), unpack(pack(here.state_dict())), here.keep()
+    assert changed != first
+    there.load_state_dict(sent)
+    assert read(other) == changed
+    here.put_back(kept)
+    assert read(own) == first
+    assert here.state_dict() == {}
+    here.put_back(after)
+    assert read(own) == changed
+    there.load_state_dict(empty)
+    assert read(other) == first
+
+
+def test_modes_that_an_evaluation_will_restore_stand_for_the_present_ones():
+    model, captured = Own(), {}
+    attributes = attributes_of(model, modes_to_restore=lambda: captured or None)
+    model.net[1].eval()
+    before = attributes.state_dict()
+    kept = attributes.keep()
+    captured.update({name: each.training for name, each in model.named_modules()})
+    model.eval()
+    assert attributes.state_dict() == before
+    attributes.load_state_dict({})
+    assert not any(each.training for each in model.modules())
+    assert captured["net.1"]
+    attributes.put_back(kept)
+    assert [name for name, mode in captured.items() if not mode] == ["net.1"]
+
+
+def test_modes_are_left_to_a_loop_that_restores_them():
+    attributes = attributes_of(model := Own(), has_modes=False)
+    model.eval()
+    assert attributes.state_dict() == {}
+
+
+def test_a_number_that_is_none_and_settings_that_are_deleted_are_changes():
+    settings = ModuleSettings(model := Own())
+    model.net[2].p = math.nan
+    assert [*settings] == ["net.2.p"]
+    del settings["net.2.p"]
+    assert model.net[2].p == 0.1
+    with pytest.raises(KeyError):
+        del settings["net.2.p"]
+
+
+def test_settings_of_modules_that_are_not_here_are_refused():
+    attributes = attributes_of(Own())
+    with pytest.raises(CheckpointMismatch, match=r"net\.9\.p"):
+        attributes.load_state_dict({"setting": {"net.9.p": 0.5}})
