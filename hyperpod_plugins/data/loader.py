@@ -104,6 +104,11 @@ class StatefulLoader:
         return None if self._read_ahead else self._loader
 
     @property
+    def dataset(self) -> Dataset[Any]:
+        """The map-style dataset."""
+        return self._loader.dataset
+
+    @property
     def batch_sampler(self) -> ElasticSampler:
         """The sampler that keeps the position."""
         return self._sampler

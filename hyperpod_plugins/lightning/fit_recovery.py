@@ -173,6 +173,10 @@ class NullFitRecovery:
         """
         return loader
 
+    def follow_loader(self, loader: Any) -> Any:
+        """The same loader, which keeps its own position; what it reads with is watched."""
+        return loader
+
     def on_batch(self) -> None:
         """Note that a batch has been fetched."""
 
@@ -700,11 +704,16 @@ class FitRecovery(NullFitRecovery):
         self._num_loaders = 0
 
     @override
+    def follow_loader(self, loader: Any) -> Any:
+        self.data.follow(loader, self._num_loaders)
+        self._num_loaders += 1
+        return loader
+
+    @override
     def process_loader(self, loader: Any) -> Any:
-        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         if self._is_keyed:
-            loader = self._with_keyed_random(loader, number)
-        self.data.follow(loader, number)
+            loader = self._with_keyed_random(loader, self._num_loaders)
+        loader = self.follow_loader(loader)
         return rest_of_epoch(loader, self._skip_batches, self.trainer) if self.trainer.training else loader
 
     def _with_keyed_random(self, loader: Any, number: int) -> Any:

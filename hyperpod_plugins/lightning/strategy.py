@@ -620,11 +620,11 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the loader with random numbers keyed by the sample; in a resumed epoch, skip the batches done."""
-        if isinstance(dataloader, StatefulLoader):
-            return dataloader
         trainer = self._trainer
         if self._elastic is not None and trainer.training and isinstance(dataloader, DataLoader):
-            return self._elastic.divided(dataloader, trainer, seed=self.config.random_seed)
+            dataloader = self._elastic.divided(dataloader, trainer, seed=self.config.random_seed)
+        if isinstance(dataloader, StatefulLoader):
+            return self._recovery.fit.follow_loader(dataloader)
         return self._recovery.fit.process_loader(dataloader)
 
     # -- evaluation ---------------------------------------------------------------------------------------------

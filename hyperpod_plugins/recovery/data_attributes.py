@@ -239,6 +239,8 @@ class DataAttributes:
         if self.is_empty:
             return False
         state, noted = self.present(), self._forked if for_workers else self._noted
+        if self._is_elastic:
+            return self._refuse_changes(state)
         data = pack(state)
         if data == (noted[-1][1] if noted else b"" if for_workers else pack({})):
             return False
@@ -246,11 +248,16 @@ class DataAttributes:
             return self.note(place, for_workers=for_workers)
         if len(data) > _LIMIT_BYTES:
             raise ConfigError(_refusal([*state], f"are larger than {_LIMIT_BYTES >> 10} KiB"))
-        if self._is_elastic and state:
-            raise ConfigError(_refusal([*state], "are not sent in a job that changes its size"))
         noted.append((place, data))
         del noted[:-_NUM_NOTED]
         return True
+
+    def _refuse_changes(self, state: dict[str, Any]) -> bool:
+        """Refuse what the program has changed, as nothing is sent; returns that nothing has been noted."""
+        changed = self._changed({}, state) - self._by_reading
+        if changed:
+            raise ConfigError(_refusal(sorted(changed), "are not sent in a job that changes its size"))
+        return False
 
     @staticmethod
     def _at(noted: list[tuple[DataPlace, bytes]], place: DataPlace) -> dict[str, Any]:

@@ -93,6 +93,22 @@ class LogsBefore(Module):
         self.log("before", float(index), on_step=False, on_epoch=True)  # before a new rank, without predecessor, joins
 
 
+class Curriculum(TokenDataset):
+    """Counts its reads; its samples depend on a level that the program raises."""
+
+    num_reads = level = 0
+
+    def __getitem__(self, index):
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+class RaiseLevel(pl.Callback):
+    def on_train_epoch_end(self, trainer, *_):
+        if trainer.current_epoch == option("RAISE_LEVEL", -1):
+            trainer.train_dataloader.dataset.level += 1
+
+
 class LossCurve(pl.Callback):
     """Writes down the loss over the whole global batch of each committed step."""
 
@@ -152,11 +168,11 @@ def main():
     data = TokenDataModule(os.environ["TOKENS"], config=TokenDataConfig(sequence_length=1))
     if option("ORDINARY", 0):
         loaders = [
-            torch.utils.data.DataLoader(TokenDataset(os.environ["TOKENS"], 1), batch_size=MICRO_BATCH, drop_last=True)
+            torch.utils.data.DataLoader(Curriculum(os.environ["TOKENS"], 1), batch_size=MICRO_BATCH, drop_last=True)
             for _ in range(option("ORDINARY", 0))
         ]
         data = loaders[0] if len(loaders) == 1 else CombinedLoader(loaders, "min_size")
-    callbacks = [recovery, elastic, LossCurve(elastic), StopWhenTold()]
+    callbacks = [recovery, elastic, LossCurve(elastic), StopWhenTold(), RaiseLevel()]
     every = option("CHECKPOINT_EVERY", 0)
     if every:
         path = faults.folder / "checkpoints"

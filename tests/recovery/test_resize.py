@@ -174,6 +174,17 @@ def test_a_rank_that_is_lost_as_an_epoch_begins_after_one_that_a_limit_has_ended
         assert sorted(found) == sorted(wanted), step
 
 
+def test_a_dataset_that_the_program_changes_is_refused(tmp_path, tokens):
+    """What reading changes is not; a process that joins has no predecessor, and would read other samples."""
+    environ = {"TOKENS": str(tokens), "STEPS": "60", "LIMIT": "0.5", "ORDINARY": "1", "RAISE_LEVEL": "1"}
+    job = run_job("ranks_elastic.py", tmp_path, num_ranks=2, environ=environ)
+    assert job.code != 0
+    assert "dataset.level" in job.output, job.output[-8000:]
+    assert "num_reads" not in job.output
+    assert "are not sent in a job that changes its size" in job.output
+    assert len({each["step"] for each in job.records("step", 2)[0]}) == 2 * (NUM_SAMPLES // BATCH // 2)
+
+
 def test_increments(nodes):
     """One replica or three: a second node waits for a third, and is left out with it."""
     nodes.environ |= {"MAX_REPLICAS": "3", "INCREMENT": "2"}
