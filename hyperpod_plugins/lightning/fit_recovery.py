@@ -76,6 +76,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     freeze_as_saved,
     is_epoch_start,
     is_within_epoch,
+    limit_as_others,
     log_last_batch,
     make_loaders_as_others,
     merge_own,
@@ -621,6 +622,7 @@ class FitRecovery(NullFitRecovery):
             checkpoint |= {"loops": None, "lr_schedulers": [], "callbacks": {}}
             self.data.enter(checkpoint)
             return checkpoint
+        limit_as_others(trainer, checkpoint)
         self._end_if_rehearsed(resume_point.step, checkpoint["global_step"])
         self.data.enter(checkpoint)
         make_loaders_as_others(trainer, checkpoint)

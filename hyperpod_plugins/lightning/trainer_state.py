@@ -46,6 +46,7 @@ _SAVED_AT = "hyperpod:saved_at"
 _MICRO_STEPS = "hyperpod:micro_steps"
 _SETTINGS = "hyperpod:settings"
 _FROZEN = "hyperpod:frozen"
+_LIMITS = "hyperpod:limits"
 GROUPS = "hyperpod:param_groups"
 """Key of the optimizers' hyperparameters in the description of a trainer."""
 METRICS = "hyperpod:metrics"
@@ -61,7 +62,7 @@ READ_BY_HOOKS = "hyperpod:read_by_hooks"
 LAYOUT = "hyperpod:layout"
 """Key of the world size and the shard and tensor degrees of the job that wrote a checkpoint."""
 _OF_DESCRIPTIONS = (
-    *(_MICRO_STEPS, _SETTINGS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT),
+    *(_MICRO_STEPS, _SETTINGS, _LIMITS, _FROZEN, _SAVED_AT, _SHOULD_STOP, _RELOADED_AT),
     *(GROUPS, METRICS, LOGGED, ROWS, READ_BY_HOOKS),
 )
 _MAX_SMALL_ENTRIES, _MAX_SMALL_BYTES = 1024, 2**16
@@ -316,7 +317,20 @@ def _changed_by_loops(
         GROUPS: [hyperparameters(each) for each in trainer.optimizers],
         METRICS: tables_of(trainer) if metrics is None else metrics,
         LOGGED: logged,
+        _LIMITS: [getattr(loop, name) for loop, name in _limits(trainer)],
     }
+
+
+def _limits(trainer: Trainer) -> list[tuple[object, str]]:
+    """The loops' limits, which a program may change while it trains: a loop, and the name of its attribute."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return [(fit, "max_epochs"), (fit, "min_epochs"), (epoch, "max_steps"), (epoch, "min_steps")]
+
+
+def limit_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Set the loops' limits to those of a state that all ranks enter the loops with."""
+    for (loop, name), value in zip(_limits(trainer), checkpoint.get(_LIMITS, ()), strict=False):
+        setattr(loop, name, value)
 
 
 def arguments(trainer: Trainer) -> dict[str, Any]:
