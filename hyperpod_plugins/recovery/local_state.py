@@ -232,10 +232,11 @@ class LocalStates:
         """See `unshared_ranks`; None once a state was sent before a vote, or if there is no former world."""
         self._changes = False
         """Whether the last step changed the state."""
-        self._parts_written: dict[str, set[str]] = {}
-        """The parts that such code was found to have written then."""
+        self._begun_with: dict[str, dict[str, Any]] = {}
+        """States as the present step began, if code after the commit may have written some."""
         self._written_after: dict[str, int] = {}
-        """States that code after a commit was ever found to write: the step at whose beginning it was found."""
+        """States that code after a commit was ever found to write: the step at whose beginning it was found first since
+        the last repair, or -1: a process that has joined there has not found it yet."""
         self._is_new = True
         """Whether this process has begun no step after a commit, and cannot know yet what code after it writes."""
         self._begins_in = -1
@@ -335,18 +336,17 @@ class LocalStates:
     def _is_superseded(self, step: int) -> bool:
         """Whether code that followed the commit of `step` may have written what is the source rank's alone.
 
-        It has if it wrote here, unless both ranks had the same values before, or only this rank was ever found to
-        write them. Where only the source rank was, it may have.
+        It has if it wrote here, unless both ranks had the same values before, or only this rank was found to write them
+        since the last repair. Where only the source rank was ever found to, it may have.
         """
         if step in (self._late_at, self._restored_at) or self.is_at_commit:
             return False
-        has_told = self._ward_gives is not False
-        if has_told and self._ward_writes_alone:
+        if self._ward_writes_alone:
             return True
         own, kept = (_unpacked(states.get(step, b"")) for states in (self._own, self._kept))
         return any(
             self._may_differ(step, name, own.get(name, {}), kept.get(name, {}))
-            for name in self._written_here(step, own, has_told)
+            for name in self._written_here(step, own, self._ward_gives is not False)
         )
 
     def _may_differ(self, step: int, name: str, own: dict[str, Any], kept: dict[str, Any]) -> bool:
@@ -356,9 +356,9 @@ class LocalStates:
         """
         if are_same(own, kept):
             return name.endswith(EPOCH_SUFFIX)
-        state = self._states[name]
-        parts = self._parts_written.get(name, set()) if self._begun_at == step else state.written(own)
-        return not parts or not parts.isdisjoint(state.written(own, kept))
+        written, begun = self._states[name].written, self._begun_with.get(name, {})
+        parts = written(own, begun if self._begun_at == step else None)
+        return not parts or not parts.isdisjoint(written(own, kept))
 
     def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
         """States that code after the commit of `step` wrote here, but for those that only this rank ever writes."""
@@ -367,7 +367,7 @@ class LocalStates:
         return [
             name
             for name, state in self._states.items()
-            if (has_told if name in self._written_after else self._may_note(name, begins_epoch=True))
+            if (has_told if self._written_after.get(name, -1) >= 0 else self._may_note(name, begins_epoch=True))
             and not are_same(state.state_dict(), own.get(name, {}))
         ]
 
@@ -521,7 +521,8 @@ class LocalStates:
         self._begun_at = step
         gives, gets = self._gives_at == step or self._is_after_part, self._gets_at == step or self._is_after_part
         self._is_after_part = False
-        present = self._present_with_before() if gives else {}
+        is_written = gives or step in self._written_after.values()
+        self._begun_with = present = self._present_with_before() if is_written else {}
         sends = {self._buddy: [self._packed(present)]} if gives else {}
         receives = {self._ward: [LIMIT_BYTES]} if gets else {}
         if not (sends or receives):
@@ -602,6 +603,7 @@ class LocalStates:
         data, leave, begun = self._send_states(step, dict(sources) if are_equal else givers, are_equal=are_equal)
         late_at = self._late_at
         self.reset()
+        self._written_after = dict.fromkeys(self._written_after, -1)
         if self._rank in targets:
             self._is_new = True
             found = _unpacked(begun)
@@ -789,8 +791,7 @@ class LocalStates:
         if self._late_at == step or not _is_whole(self._own.get(step, b"")):
             return {}
         before = _unpacked(self._own[step])
-        is_known = self._ward_gives is False
-        alone = {name for name, found_at in self._written_after.items() if is_known and found_at != step}
+        alone = {name for name, at in self._written_after.items() if self._ward_gives is False and at not in (step, -1)}
         found = {name: sorted(state.written(before.get(name, {}))) for name, state in self._states.items()}
         return {name: parts for name, parts in found.items() if parts and name not in alone}
 
@@ -819,12 +820,11 @@ class LocalStates:
             is_begun: whether the states of the program's objects were just copied, as a step begins.
         """
         for name, state in self._states.items():
-            if name in self._written_after or not self._may_note(name, begins_epoch=begins_epoch):
+            if self._written_after.get(name, -1) >= 0 or not self._may_note(name, begins_epoch=begins_epoch):
                 continue
             present = self._at_begin[name] if is_begun and name in self._at_begin else state.state_dict()
             if not are_same(present, since.get(name, {})):
                 self._written_after[name] = step
-                self._parts_written[name] = state.written(since.get(name, {}))
 
     def _may_note(self, name: str, *, begins_epoch: bool) -> bool:
         return name not in self._repeated and not (begins_epoch and name.endswith(EPOCH_SUFFIX))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
 
-from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.errors import CheckpointMismatch, PeerLost
 from hyperpod_plugins.events import listen
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import BufferStates, bytes_of
@@ -343,6 +343,45 @@ def test_what_follows_a_commit_is_not_overwritten_by_what_was_given_before_it():
     assert found_in_hooks[:2] == in_hooks[:2]
     assert found_in_hooks[2] == in_hooks[2] / 2
     assert (kept, own) == ([3, 4], [3, 4])
+
+
+def lose_rank_one_after_rare_writes(*, is_replaced):
+    """What rank 0 can give a replacement of rank 1, which is lost in hooks that write to `seen` for once."""
+    model, states, rank = Averaged(), LocalStates(Topology(world_size=2), dist.get_rank()), dist.get_rank()
+    states.register("buffers", BufferStates(model))
+    for step in range(1, 6):
+        model.step()
+        states.exchange(step)
+        if step == 5 or (step == 2 and is_replaced):
+            model.seen *= 2
+        model.num_averaged += not is_replaced
+        if step < 5:
+            states.begin(step)
+        if step == 3 and is_replaced:
+            if rank == 1:
+                states = LocalStates(Topology(world_size=2), rank)
+                states.register("buffers", BufferStates(model))
+            states.restore(step, {1: 0})
+    if not is_replaced and rank == 0:  # it hears of the loss as it begins the next step
+        states._channel.exchange = no_answer
+        states.begin(5)
+    return states.kept_steps
+
+
+def no_answer(*_, **__):
+    raise PeerLost("rank 1 is lost")
+
+
+def lose_rank_one_after_each_kind_of_rare_writes():
+    dist.init_process_group("hyperpod")
+    return [lose_rank_one_after_rare_writes(is_replaced=True), lose_rank_one_after_rare_writes(is_replaced=False)]
+
+
+@pytest.mark.spawns
+def test_hooks_that_write_rarely_have_written_on_a_rank_that_is_lost_there():
+    (after_a_loss, beside_others), _ = run_ranks(lose_rank_one_after_each_kind_of_rare_writes, world_size=2)
+    assert after_a_loss == (4,)  # the one before that wrote in step 2, and the present process has not yet
+    assert beside_others == (4,)  # each step wrote a counter, which is equal on both ranks
 
 
 class Sized:
