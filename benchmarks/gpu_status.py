@@ -27,7 +27,15 @@ SITE = REPOSITORY / ".gpu-site"
 BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
 NEEDED = ("torch", "lightning", "pytest", "pytest_timeout", "hypothesis", "cloudpickle", "torchmetrics", "numpy")
 TESTS_S = 1800
-BENCHMARKS = ("throughput", "memory", "gpu/offload", "gpu/fp8", "gpu/chunks_and_tiles", "gpu/delayed_load")
+BENCHMARKS = (
+    "throughput",
+    "memory",
+    "gpu/offload",
+    "gpu/fp8",
+    "gpu/chunks_and_tiles",
+    "gpu/delayed_load",
+    "gpu/memory_plan",
+)
 """Those that compute on GPUs where there are any, also on a single one; the others start ranks on the CPU."""
 
 

@@ -29,6 +29,7 @@ DEADLINE_S = {
     "gpu/fp8": 1800,
     "gpu/chunks_and_tiles": 1800,
     "gpu/delayed_load": 1800,
+    "gpu/memory_plan": 1800,
 }
 COLUMNS = ("benchmark", "comparison", "contender", "against", "time ratio", "95 % interval")
 

@@ -234,7 +234,10 @@ class ParallelConfig:
     def _check_te(self) -> None:
         if self.float8_recipe != "te-fp8":
             if self.te_scaling != DEFAULT_SCALING:
-                raise ConfigError(f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}")
+                raise ConfigError(
+                    f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}. Use 'te-fp8', or "
+                    "leave te_scaling out."
+                )
             return
         twice = "its layers would run twice in a step, and lose what they had noted for their next scales"
         on_host = "no optimizer step on the host has been tried with Transformer Engine's layers"
@@ -291,6 +294,14 @@ class ParallelConfig:
         else:
             values = _canonical(source if isinstance(source, Mapping) else _read(source), known)
         return cls(**(values | _canonical(overrides, known)))
+
+
+def fields_given(source: "ParallelConfig | Mapping[str, Any] | str | Path | None") -> set[str]:
+    """Fields that a source for `ParallelConfig.of` sets, also to their defaults: all those of a `ParallelConfig`."""
+    known = {field.name for field in dataclasses.fields(ParallelConfig)}
+    if isinstance(source, ParallelConfig):
+        return known
+    return set(_canonical(source if isinstance(source, Mapping) else _read(source), known))
 
 
 def refuse_degrees(config: ParallelConfig, names: Sequence[str], what: str) -> None:

@@ -408,7 +408,8 @@ def _track_step(
         except (NotImplementedError, RuntimeError) as error:
             raise ConfigError(
                 f"a step of {type(model).__name__} cannot be planned with fake tensors, which have no values and not "
-                f"all of torch's operations: {str(error).partition(chr(10))[0]}"
+                f"all of torch's operations: {str(error).partition(chr(10))[0]}. Give plan_memory a step without that "
+                "(step=...), or another implementation of the layer."
             ) from error
     return _TrackedStep(
         gathered=float(tracker.peak_added),

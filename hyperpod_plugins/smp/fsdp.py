@@ -319,10 +319,11 @@ def wrap(
     )
     if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
+    recomputes = translation.config.activation_checkpointing != "none"  # if not, the script does, and wraps for offload
     config = replace(
         translation.config,
         hybrid_shard_degree=job.topology.shard_degree,
-        sm_activation_offloading=False,  # for the script's own offload_wrapper
+        sm_activation_offloading=recomputes and translation.config.sm_activation_offloading,
     )
     parallel.parallelize(module, job.mesh, config)
     vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)

@@ -15,6 +15,7 @@ from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup
 from hyperpod_plugins.env import WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
+from hyperpod_plugins.parallel.config import fields_given
 from hyperpod_plugins.parallel.topology import AXES
 from hyperpod_plugins.smp import torch_classes
 
@@ -39,6 +40,19 @@ class Job:
     mesh: DeviceMesh
     """Mesh with axes `("replicate", "shard", "tensor")`."""
     ranks_per_node: int
+    says_offload: bool
+    """Whether the configuration says `sm_activation_offloading`; SMP's own default is true."""
+
+    @property
+    def config_in_wrapper(self) -> ParallelConfig:
+        """The configuration inside a script's `offload_wrapper`, with SMP's default of `sm_activation_offloading`.
+
+        Not with Transformer Engine, whose layers are not recomputed, nor with this package's own recomputation.
+        """
+        is_settled = self.says_offload or self.config.activation_checkpointing != "none"
+        if is_settled or self.config.float8_recipe == "te-fp8":
+            return self.config
+        return replace(self.config, sm_activation_offloading=True)
 
     @property
     def follows_fsdp(self) -> bool:
@@ -76,7 +90,13 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
     topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
-    _job = Job(config=asked, topology=topology, mesh=_mesh(topology), ranks_per_node=env.local_world_size)
+    _job = Job(
+        config=asked,
+        topology=topology,
+        mesh=_mesh(topology),
+        ranks_per_node=env.local_world_size,
+        says_offload="sm_activation_offloading" in fields_given(source),
+    )
     torch_classes.set_translation(True)
 
 

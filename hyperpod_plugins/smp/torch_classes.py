@@ -9,9 +9,10 @@ is on.
 
 `OffloadWrapper`, which `offload_wrapper` returns, also takes models sharded by FSDP2 and tensor parallelism. With
 `sm_activation_offloading`, the inputs of the blocks that the script has wrapped for checkpointing are kept on the host
-and prefetched, with the horizon of the configuration (`memory/offload.py`). Without it, or without checkpointed blocks,
-all tensors saved for backward are copied to the host, and back when backward needs them, as in torch. Parameters stay
-on the device: FSDP2 frees and gathers them itself. torch's own wrapper cannot save a DTensor.
+and prefetched, with the horizon of the configuration (`memory/offload.py`). If the configuration has the blocks
+recomputed, that is done where the model is sharded, and the wrapper adds nothing. Otherwise all tensors saved for
+backward are copied to the host, and back when backward needs them, as in torch. Parameters stay on the device: FSDP2
+frees and gathers them itself. torch's own wrapper cannot save a DTensor.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -27,7 +28,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.memory import ActivationOffload
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, local_part, outermost
 from hyperpod_plugins.parallel.parallelize import attach_offload
@@ -50,7 +50,7 @@ def set_replacements(
     Args:
         wrap: instead of the class.
         functions: instead of its static methods, by name.
-        options: returns the configuration of the job; None before `init`.
+        options: returns the configuration that counts inside `OffloadWrapper`; None before `init`.
     """
     global _wrap, _options
     _wrap, _options = wrap, options
@@ -99,27 +99,31 @@ def replace_offload(options: Callable[[], ParallelConfig | None]) -> None:
     """Make `OffloadWrapper` keep activations of a model that FSDP2 has sharded as the module says.
 
     Args:
-        options: returns the configuration of the job; None before `init`.
+        options: returns the configuration that counts inside it; None before `init`.
     """
     torchs = OffloadWrapper.forward
 
     def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(part, FSDPModule) for part in self.modules()):
             return torchs(self, *args, **kwargs)
-        if "_hyperpod_offload" not in vars(self):
-            vars(self)["_hyperpod_offload"] = _prefetching(self, options())
-        with KeepOnHost() if vars(self)["_hyperpod_offload"] is None else nullcontext():
+        if "_hyperpod_prefetches" not in vars(self):
+            vars(self)["_hyperpod_prefetches"] = _prefetches(self, options())
+        with nullcontext() if vars(self)["_hyperpod_prefetches"] else KeepOnHost():
             return self._checkpoint_wrapped_module(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
 
     OffloadWrapper.forward = forward
 
 
-def _prefetching(model: nn.Module, config: ParallelConfig | None) -> ActivationOffload | None:
-    """Attach the prefetching offload to the checkpointed blocks of a model; None if it is not asked for."""
+def _prefetches(model: nn.Module, config: ParallelConfig | None) -> bool:
+    """Attach the prefetching offload to the checkpointed blocks of a model, if it is asked for; whether it has one."""
     if config is None or not config.sm_activation_offloading:
-        return None
+        return False
+    if config.activation_checkpointing != "none":
+        return True  # attached when the model was sharded
     blocks = outermost([part for part in model.modules() if isinstance(part, CheckpointWrapper)])
-    return attach_offload(blocks, config, compute_device(next(model.parameters()))) if blocks else None
+    if blocks:
+        attach_offload(blocks, config, compute_device(next(model.parameters())))
+    return bool(blocks)
 
 
 def _to_host(tensor: torch.Tensor) -> _Packed:

@@ -16,6 +16,7 @@ from benchmarks.gpu import (
     chunks_and_tiles,
     delayed_load,
     fp8,
+    memory_plan,
     offload,
     one_device,
 )
@@ -99,6 +100,15 @@ def test_limits_of_the_offload_are_those_of_long_steps():
     assert offload.limits_of(found, [4096])[-1].held == "not measured"
 
 
+@pytest.mark.parametrize(("allocated", "held"), [(0.92, "met"), (1.1, "met"), (1.13, "missed"), (0.89, "missed")])
+def test_a_plan_is_compared_with_what_is_allocated(allocated, held):
+    plan = SimpleNamespace(parameters=4.0, gradients=1.0, optimizer=2.0, gathered=0.0, activations=3.0, device=10.5)
+    peak = memory_plan.Peak(allocated=10 * allocated, reserved=11.0, seconds=1.0, loss=1.0)
+    limit = memory_plan.judged("plain", plan, peak)
+    assert limit.held == held
+    assert f"({1 / allocated:.3f}); reserved" in limit.measured
+
+
 def test_what_keeps_all_activations_on_the_host_is_left_out_where_it_has_no_room(monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=36, hidden_size=2560))
     monkeypatch.setattr(offload, "host_share", lambda: 128 * 2**30)
@@ -118,6 +128,7 @@ def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
         chunks_and_tiles: {"whole", "chunked loss", "tiled MLP", "chunked loss + tiled MLP"},
         fp8: {"bfloat16", "tensorwise", "rowwise"},
         delayed_load: {"whole", "device_map", "delayed"},
+        memory_plan: set(memory_plan.WAYS),
     }
     for benchmark, names in ways.items():
         path = tmp_path / f"{benchmark.__name__}.json"
@@ -127,6 +138,8 @@ def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
         assert {each["way"] for each in found["samples"]} == names
         assert all({run["name"] for run in each["runs"]} == names for each in document["comparisons"])
         assert found["left"].keys() == ({"transformers offload"} if benchmark is offload else set())
+        if benchmark is memory_plan:
+            assert [each["held"] for each in found["limits"]] == ["met"] * len(names)
         tolerance = 1e-2 if benchmark is fp8 else 1e-6
         for tokens in {each["tokens"] for each in found["samples"]}:
             losses = [each["loss"] for each in found["samples"] if each["tokens"] == tokens]

@@ -306,7 +306,7 @@ class Depends(nn.Module):
 
 
 def test_a_step_that_depends_on_values_is_not_planned_wrongly():
-    with pytest.raises(ConfigError, match="a step of Depends cannot be planned with fake tensors"):
+    with pytest.raises(ConfigError, match=r"a step of Depends cannot be planned with fake .*\(step=\.\.\.\)"):
         plan_memory(Depends(), ParallelConfig(), SHAPE, world_size=1)
     plan = plan_memory(
         Depends(), ParallelConfig(), SHAPE, world_size=1, step=lambda model, _: model.layer(torch.ones(4)).sum()

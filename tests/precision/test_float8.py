@@ -112,8 +112,9 @@ def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_
 def test_what_is_not_served_is_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"one of none, rowwise, tensorwise, te-fp8, but is 'blockwise'"):
         ParallelConfig(float8_recipe="blockwise")
-    with pytest.raises(NotBuiltYetError, match=r"mxfp8.*compute capability 10.0.*Use 'rowwise'"):
-        ParallelConfig(float8_recipe="mxfp8")
+    for recipe in ("mxfp8", "nvfp4"):
+        with pytest.raises(NotBuiltYetError, match=rf"{recipe}.*compute capability 10.0.*Use 'rowwise'"):
+            ParallelConfig(float8_recipe=recipe)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match=r"capability 8.9 or higher, but A100 has 8.0"):

@@ -94,6 +94,28 @@ def test_scales_follow_the_largest_values_and_an_evaluation_leaves_them(library)
     assert not all(torch.equal(each, kept[name]) for name, each in model.named_buffers())
 
 
+def test_versions_before_2_9_have_other_names(library, monkeypatch):
+    x, found = torch.ones(16, 16), []
+    module, newer = sys.modules["transformer_engine.pytorch.quantization"], library.autocast
+    for is_older in (False, True):
+        if is_older:
+            import hyperpod_plugins.precision.transformer_engine as ours
+
+            library.FP8GlobalStateManager.reset()
+            ours._trained.clear()
+            monkeypatch.delattr(library, "autocast")
+            older = lambda enabled, fp8_recipe: newer(enabled=enabled, recipe=fp8_recipe)  # noqa: E731
+            monkeypatch.setattr(library, "fp8_autocast", older, raising=False)
+            monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", module)
+            monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", None)
+        model, _ = converted()
+        for _ in range(2):
+            result = model(x)
+        found.append(result)
+    assert not torch.equal(found[0], made()(x))
+    assert torch.equal(*found)
+
+
 def test_a_failed_forward_closes_its_region(library):
     model, _ = converted()
 
@@ -262,7 +284,7 @@ def test_options_that_exclude_each_other(option, match):
 
 def test_scaling_is_for_this_recipe_only():
     assert ParallelConfig.of({"float8_recipe": "te-fp8", "te_scaling": {"margin": 1}}).te_scaling.margin == 1
-    with pytest.raises(ConfigError, match="te_scaling is for float8_recipe='te-fp8'"):
+    with pytest.raises(ConfigError, match=r"te_scaling is for float8_recipe='te-fp8', .*Use 'te-fp8', or leave"):
         ParallelConfig(te_scaling=TeScaling(margin=1))
 
 
