@@ -47,7 +47,7 @@ class BufferStates:
     def __init__(self, model: nn.Module) -> None:
         """Assume that the present values of large buffers are the same on all ranks."""
         self._model = model
-        self._parts: list[nn.Module] = []
+        self._tables: list[dict[str, torch.Tensor | None]] = []
         self._children = ModuleTables(())
         self._places: list[tuple[str, nn.Module, str]] = []
         self._keys: tuple[list[int], list[str]] = [], []
@@ -70,12 +70,12 @@ class BufferStates:
 
     def _collect(self) -> None:
         """List the buffers again if any has been registered or deleted, or a module exchanged."""
-        if not (self._parts and self._children.are_same):
-            self._parts = [*self._model.modules()]
-            self._children = ModuleTables(part._modules for part in self._parts)
+        if not (self._tables and self._children.are_same):
+            parts = [*self._model.modules()]
+            self._tables = [part._buffers for part in parts]
+            self._children = ModuleTables(part._modules for part in parts)
             self._keys = [-1], []
-        tables = [part._buffers for part in self._parts]
-        keys = [*map(len, tables)], [*chain.from_iterable(tables)]
+        keys = [*map(len, self._tables)], [*chain.from_iterable(self._tables)]
         if keys != self._keys:
             self._keys = keys
             self._places = [
@@ -85,8 +85,7 @@ class BufferStates:
             ]
 
     def _present_layout(self) -> str:
-        """Which buffers there are, as JSON, with what `_Row` says of each."""
-        self._collect()
+        """Which buffers there are, as JSON, with what `_Row` says of each; as last collected."""
         held = [
             (name, tensor is None, key not in part._non_persistent_buffers_set, tensor is None or tensor.is_cpu)
             for name, part, key in self._places
@@ -188,7 +187,7 @@ class BufferStates:
     def _take_layout(self, state_dict: dict[str, Any], leave: Collection[str]) -> None:
         """Have the buffers that a `state_dict` of this job lists, but for those in `leave`."""
         values, present = dict(_unpacked(state_dict)), self._present()
-        is_known = state_dict["layout"] == self._present_layout()
+        is_known = state_dict["layout"] == self._present_layout()  # collected by `_present`
         if is_known and all(_has_form(present.get(name), each) for name, each in values.items()):
             return
         parts = dict(self._model.named_modules())
