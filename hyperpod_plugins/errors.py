@@ -14,6 +14,7 @@
     │   └── PeerLost                        a member of a process group was lost
     ├── RecoveryError (RuntimeError)        the job cannot recover in place
     │   ├── StateLost                       no remaining rank holds some part of the training state
+    │   │   └── ModelsDiffer                the state is there, but is of another model than this process built
     │   └── RecoveryTimeout                 a lost process was not replaced in time
     ├── LoopError (RuntimeError)            a hand-written loop does something that cannot be recovered
     ├── UnitsDiffer (RuntimeError)          ranks ran different sharded modules in one step
@@ -123,6 +124,10 @@ class RecoveryError(HyperPodError, RuntimeError):
 
 class StateLost(RecoveryError):
     """No remaining rank holds some part of the training state."""
+
+
+class ModelsDiffer(StateLost):
+    """A training state of another model than this process has built, or has now: nothing can be loaded."""
 
 
 class RecoveryTimeout(RecoveryError):

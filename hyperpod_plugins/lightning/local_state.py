@@ -475,10 +475,10 @@ def register_all(
     """Register a Trainer's rank-local state, and return the objects that must be told about steps and repairs."""
     means, values, buffers = LoggedMeans(trainer), ShownValues(trainer), BufferStates(module)
     metrics = MetricStates(metrics_of(trainer))
-    for name, state in ((BUFFERS, buffers), (METRICS_OF_EPOCH, metrics)):
-        if not state.is_empty:  # the same on all ranks
-            states.register(name, state)
-    if average is not None and not buffers.is_empty:
+    states.register(BUFFERS, buffers)  # a step may register the first one
+    if not metrics.is_empty:  # the same on all ranks
+        states.register(METRICS_OF_EPOCH, metrics)
+    if average is not None:
         states.register("averaged buffers", AveragedBuffers(average.average, module, buffers), is_repeated=True)
     states.register(MEANS_OF_EPOCH, means)
     states.register("logged values", values, is_repeated=True)

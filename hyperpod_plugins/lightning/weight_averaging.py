@@ -109,7 +109,7 @@ class AveragedBuffers:
     def state_dict(self) -> dict[str, Any]:
         """Averages by name, and the number of updates."""
         means = dict(self._average.module.named_buffers(remove_duplicate=False))
-        names = self._buffers.own_names()
+        names = [name for name in self._buffers.own_names() if name in means]  # others were registered since
         values = {name: means[name].detach().cpu().clone() for name in names}
         return {"num_averaged": int(self._average.n_averaged), "values": values} if values else {}
 

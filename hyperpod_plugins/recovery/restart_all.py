@@ -6,6 +6,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
@@ -20,7 +21,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
 )
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY, poll_until
 from hyperpod_plugins.env import JobEnv, run_id
-from hyperpod_plugins.errors import RecoveryError, StateLost
+from hyperpod_plugins.errors import ModelsDiffer, RecoveryError, StateLost
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.recovery.plan import RecoveryLevel
 
@@ -112,6 +113,8 @@ def restart_all(job_store: JobStore, job: JobEnv, rank: int, lost: StateLost, *,
     """
     failure = FailureRecord(kind="process", cause=str(lost), reporter=f"rank {rank}")
     restart = restart_from_newest(job_store, job, failure)
+    # A program that exchanges its parameters does it again: one restart may step over a fault, more would not.
+    restart = replace(restart, is_own_fault=isinstance(lost, ModelsDiffer))
     if loses_steps and not restart.resume_from:
         log.error(
             "rank %d: ALL STEPS SO FAR ARE LOST, for this job has saved no checkpoint. Save one from time to time: "

@@ -249,9 +249,11 @@ def object_digests(model: nn.Module) -> dict[str, int]:
 
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
     """A rank-local state with the tensors that `packed_tensors` has put into one piece."""
-    if state.keys() != {"forms", "data"}:
+    if not {"forms", "data"} <= state.keys() <= {"forms", "data", "layout"}:
         return state
-    return {key if isinstance(key, str) else ".".join(key): each for key, each in unpacked_tensors(state)}
+    tensors = unpacked_tensors({key: state[key] for key in ("forms", "data")})
+    layout = {"layout": state["layout"]} if "layout" in state else {}  # of buffers
+    return {key if isinstance(key, str) else ".".join(key): each for key, each in tensors} | layout
 
 
 def entry_digests(name: str, value: Any) -> dict[str, int]:

@@ -5,6 +5,10 @@ shard hold the same bits, so a copy from one of them is exact. The state travels
 messages: a large tensor is sent from its own memory into its destination, small ones are packed together. A header
 precedes the tensors; reading it runs no code (see `packing`).
 
+[Note: what may differ] The receiver has the same parameters as the sender, or the state is refused: it belongs to
+another model. Buffers may differ, because programs register, replace and delete them while they train. The receiver
+takes over those that the header describes, in modules that it has.
+
 Optimizer hyperparameters (learning rates and everything else in the parameter groups) are copied separately, by
 `hyperparameters` and `load_hyperparameters`. A scheduler's state does not hold them, and a scheduler continues from
 the values that it finds: a rank that was interrupted before or after a scheduler's step has other values than the
@@ -23,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import Channel
-from hyperpod_plugins.errors import ConfigError, RecoveryError, format_list
+from hyperpod_plugins.errors import ConfigError, ModelsDiffer, RecoveryError, format_list
 from hyperpod_plugins.parallel.checkpoint.files import tensor_checksum
 from hyperpod_plugins.parallel.checkpoint.state import (
     AVERAGED,
@@ -44,6 +48,7 @@ from hyperpod_plugins.parallel.checkpoint.state import (
 )
 from hyperpod_plugins.parallel.host_optimizer import ids_with_host_state
 from hyperpod_plugins.parallel.hsdp import from_local_like, from_local_with_layout
+from hyperpod_plugins.recovery.buffer_layout import BufferRow, PlannedTable, buffer_rows, plan_buffers
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import pack, unpack
 
@@ -109,17 +114,21 @@ class TrainingState:
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
             "frozen": frozen_parameters(self.model),
+            "buffers": self._buffer_rows(),
         }
         return pack(header)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
 
-        Raises:
-            RecoveryError: the peer has another model.
+        Does nothing if the peer had other parameters: one of the two may still change them before the state arrives.
         """
-        tensors = self._allocate_state(unpack(header, map_location=None), "a peer")
-        for name, tensor in tensors.items():
+        described = unpack(header, map_location=None)
+        if self._differing(described):
+            return
+        for index, optimizer in enumerate(self.optimizers):
+            self._make_state(index, optimizer, described)
+        for name, tensor in self.tensors().items():
             if _is_optimizer_state(name):
                 tensor.zero_()
 
@@ -133,7 +142,8 @@ class TrainingState:
         """Load the state that `header` and `copy_to` recorded; `whose` names its origin in error messages.
 
         Raises:
-            RecoveryError: the state is of another model, or its bits have changed; no values are loaded then.
+            ModelsDiffer: the state is of another model; nothing is changed then.
+            RecoveryError: its bits have changed; no values are loaded then.
         """
         described, parts = self._take_apart(header, data, whose)
         tensors = self._allocate_state(described, whose)
@@ -194,15 +204,20 @@ class TrainingState:
         described = unpack(header, map_location=None)
         names = [name for name, _, _ in described["tensors"]]
         sizes = [math.prod(shape) * _dtype(dtype).itemsize for _, shape, dtype in described["tensors"]]
+        if min(sizes, default=0) < 0 or sum(sizes) > data.numel():
+            raise RecoveryError(f"the training state of {whose} holds {data.numel():,} bytes, not {sum(sizes):,}")
         parts = dict(zip(names, data[: sum(sizes)].split(sizes), strict=True))
         if self._verify:
             _compare(_checksum(part for _, part in sorted(parts.items())), described, whose)
         return described, parts
 
     def _whole_tensors(self) -> dict[str, tuple[list[int], list[int]]]:
-        """Size and offset of this rank's part of each parameter and buffer; these never change."""
-        if not self._places:
-            self._places = {name: shape_and_offset_of(tensor) for name, tensor in self._named_tensors()}
+        """Size and offset of this rank's part of each parameter and buffer; those of parameters never change."""
+        known = self._places
+        self._places = {
+            name: known[name] if name in known and _is_parameter(name) else shape_and_offset_of(tensor)
+            for name, tensor in self._named_tensors()
+        }
         return self._places
 
     def _places_of_state(self, described: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[int]]]:
@@ -244,7 +259,8 @@ class TrainingState:
         """Receive the state from a global rank, in place. Optimizer state is created without a step.
 
         Raises:
-            RecoveryError: the sender has another model, or bits changed in transit.
+            ModelsDiffer: the sender has another model; nothing is changed then.
+            RecoveryError: bits changed in transit.
         """
         (header,) = self._channel.receive("header", [_HEADER_BYTES], rank)
         described = unpack(header.numpy().tobytes(), map_location=None)
@@ -262,23 +278,46 @@ class TrainingState:
         freeze(self.model, described["frozen"])
 
     def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
-        """Create the optimizer state that the header describes, and return all tensors to be filled."""
-        ours = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()]
-        theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"]]
-        ours, theirs = ([each for each in side if not _is_optimizer_state(each[0])] for side in (ours, theirs))
-        if theirs != ours:  # before anything is changed
-            different = sorted({name for name, _, _ in set(theirs) ^ set(ours)})
-            raise RecoveryError(
-                f"{whose} holds other tensors than this process built ({format_list(different) or 'their order'} "
-                f"differ; {len(theirs)} and {len(ours)} tensors). A replacement must run the same program with "
-                "the same data."
-            )
-        groups = [_groups(describe_optimizer(self.model, optimizer)) for optimizer in self.optimizers]
-        if groups != [_groups(each) for each in described["optimizers"]]:
-            raise RecoveryError(f"{whose} holds optimizers with other parameter groups than this process built")
+        """Create the buffers and the optimizer state that the header describes, and return all tensors to be filled."""
+        different = self._differing(described)
+        planned, wrong = self._planned_buffers(described)
+        if different or wrong:  # before anything is changed
+            raise ModelsDiffer(_other_model(whose, [*different, *wrong]))
+        for each in planned:
+            each.apply()
         for index, optimizer in enumerate(self.optimizers):
             self._make_state(index, optimizer, described)
-        return self.tensors()
+        tensors = self.tensors()
+        if [*tensors] != (names := [name for name, _, _ in described["tensors"]]):
+            raise ModelsDiffer(_other_model(whose, sorted({*tensors} ^ {*names}) or ["the order of tensors"]))
+        return tensors
+
+    def _differing(self, described: dict[str, Any]) -> list[str]:
+        """Parameters, and groups of optimizers, in which the described state differs from this one."""
+        ours = [(name, tuple(_local(each).shape), str(each.dtype)) for name, each in self._named_parameters()]
+        theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"] if _is_parameter(name)]
+        if theirs != ours:
+            return sorted({name for name, _, _ in set(theirs) ^ set(ours)}) or ["the order of parameters"]
+        groups = [_groups(describe_optimizer(self.model, optimizer)) for optimizer in self.optimizers]
+        return [] if groups == [_groups(each) for each in described["optimizers"]] else ["the optimizers' groups"]
+
+    def _planned_buffers(self, described: dict[str, Any]) -> tuple[list[PlannedTable], list[str]]:
+        """Tables with the buffers that the header describes, and those that this process cannot have."""
+        forms = {name: (tuple(shape), _dtype(dtype)) for name, shape, dtype in described["tensors"]}
+        planned: list[PlannedTable] = []
+        wrong: list[str] = []
+        for module, prefix in self._modules():
+            start = f"buffer.{prefix}"
+            rows = [BufferRow.from_plain(row) for row in described["buffers"].get(prefix, ())]
+            tables, others = plan_buffers(
+                module, rows, {name.removeprefix(start): form for name, form in forms.items() if name.startswith(start)}
+            )
+            planned += tables
+            wrong += [f"{start}{name}" for name in others]
+        return planned, wrong
+
+    def _buffer_rows(self) -> dict[str, list[list[str | bool]]]:
+        return {prefix: [row.to_plain() for row in buffer_rows(module)] for module, prefix in self._modules()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Local tensors by name, in the same order on all replicas of a shard."""
@@ -292,10 +331,17 @@ class TrainingState:
 
     def _named_tensors(self) -> Generator[tuple[str, torch.Tensor]]:
         """Parameters and buffers of the model, and of its average."""
-        for module, prefix in ((self.model, ""), (self._average, AVERAGED)):
-            if module is not None:
-                yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
-                yield from ((f"buffer.{prefix}{name}", buffer) for name, buffer in module.named_buffers())
+        for module, prefix in self._modules():
+            yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
+            yield from ((f"buffer.{prefix}{name}", buffer) for name, buffer in module.named_buffers())
+
+    def _named_parameters(self) -> Generator[tuple[str, torch.Tensor]]:
+        for module, prefix in self._modules():
+            yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
+
+    def _modules(self) -> list[tuple[nn.Module, str]]:
+        """The model and its average, each with the prefix of its names."""
+        return [(self.model, ""), *([] if self._average is None else [(self._average, AVERAGED)])]
 
     def _make_state(self, index: int, optimizer: Optimizer, header: dict[str, Any]) -> None:
         parameters = parameters_by_saved_name(self.model)
@@ -359,6 +405,21 @@ def _message_device(batch: Sequence[torch.Tensor]) -> torch.device:
 def _compare(checksum: int, described: dict[str, Any], whose: str) -> None:
     if checksum != described["checksum"]:
         raise RecoveryError(f"the training state of {whose} arrived with other bits; it is not used")
+
+
+def _other_model(whose: str, different: Sequence[str]) -> str:
+    """Message: a state cannot be taken over."""
+    return (
+        f"{whose} holds other tensors than this process ({format_list(different)} differ). A process that replaces a "
+        "lost one, or returns to an earlier step, builds its model as the program does at its start, and can take over "
+        "other values and other buffers, but no other parameters, modules or parameter groups. Create all of them "
+        "before training begins, and freeze what is not to be trained yet (requires_grad_(False)); for another model, "
+        "start another fit or session.train, from a checkpoint"
+    )
+
+
+def _is_parameter(name: str) -> bool:
+    return name.startswith("parameter.")
 
 
 def _is_optimizer_state(name: str) -> bool:

@@ -635,7 +635,10 @@ class StepTransaction:
             return
         snapshots.resume_at(newest_restorable_step(formed.arrivals, self._topology))
         if plan.is_return:
-            return_to_snapshot(plan, snapshots, self._member, formed.number)
+            try:
+                return_to_snapshot(plan, snapshots, self._member, formed.number)
+            except StateLost as lost:
+                self._member.restart_all(lost)
 
     def _save_or_end(self, plan: RecoveryPlan, fault: Interruption) -> None:
         """Make the saves that were interrupted, if any, and end if the job must not continue."""
@@ -692,6 +695,7 @@ def return_to_snapshot(plan: RecoveryPlan, snapshots: Snapshots, member: Member,
 
     Raises:
         PeerLost: A rank was lost before all ranks had their snapshots.
+        ModelsDiffer: The snapshot is of another model than this process has.
     """
     try:
         snapshots.redistribute(plan.step, plan.senders)

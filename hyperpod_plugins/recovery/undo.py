@@ -7,8 +7,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter
 from typing import Any, Self, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups, refuse_kept_gradients
 from hyperpod_plugins.recovery.attributes import PlainAttributes
+from hyperpod_plugins.recovery.buffer_layout import ModuleTables, set_table
 from hyperpod_plugins.recovery.optimizer_copy import OptimizerCopy, local_tensor, parameters_of
 from hyperpod_plugins.recovery.packing import as_integers
 
@@ -39,26 +39,9 @@ _GOLDEN = 0x9E3779B1
 """2**32 over the golden ratio: choosing the counters by its multiples has no period that a program may share."""
 _version_of = attrgetter("_version")
 _local_of = attrgetter("_local_tensor")
-_values_of = methodcaller("values")
 _LEAVES = bool, int, float, str, bytes, type(None)
 _MAPPINGS = dict, Mapping
 """In this order: `isinstance` with `Mapping` is slow."""
-
-
-class _Tables:
-    """Some tables of modules, and the objects that they held when this was created."""
-
-    def __init__(self, tables: Iterable[dict[str, Any]]) -> None:
-        self._tables = [*tables]
-        self._sizes = [*map(len, self._tables)]
-        self._filled = [table for table in self._tables if table]
-        self._held = [*chain.from_iterable(map(_values_of, self._filled))]
-
-    @property
-    def are_same(self) -> bool:
-        """Whether they hold the same objects."""
-        present = chain.from_iterable(map(_values_of, self._filled))
-        return [*map(len, self._tables)] == self._sizes and all(map(is_, present, self._held))
 
 
 class Buffers:
@@ -77,6 +60,7 @@ class Buffers:
     def keep(self) -> None:
         """Copy the present buffers."""
         self._tables = {id(part): dict(table) for part, table in self._parts if table}
+        self._non_persistent = {id(part): {*part._non_persistent_buffers_set} for part, table in self._parts if table}
         present = {id(each): each for table in self._tables.values() for each in table.values() if each is not None}
         copied = [each for each in present.values() if each.nbytes > self._above_bytes or not self._above_bytes]
         self._saved = [(buffer, buffer.detach().clone()) for buffer in copied]
@@ -94,16 +78,15 @@ class Buffers:
         return {id(buffer): saved for buffer, saved in self._saved}
 
     def put_back(self) -> None:
-        """Restore the buffers: the same tensor objects with the same values."""
+        """Restore the buffers: the same tensor objects with the same values, also if they were resized since."""
         with torch.no_grad():
             for buffer, saved in self._saved:
-                buffer.copy_(saved)
-        for part, present in self._parts:
-            table = self._tables.get(id(part), {})
-            # In place: an assignment to a module that torch.compile wrapped would go to the wrapped one.
-            part._non_persistent_buffers_set.difference_update(present.keys() - table.keys())
-            present.clear()
-            present.update(table)
+                if (buffer.shape, buffer.dtype) == (saved.shape, saved.dtype):
+                    buffer.copy_(saved)
+                else:
+                    buffer.data = saved.clone()
+        for part, _ in self._parts:
+            set_table(part, self._tables.get(id(part), {}), self._non_persistent.get(id(part), ()))
 
 
 class Batches:
@@ -195,7 +178,7 @@ class StepStart:
         """Parameters that the program itself was found to write, by `id`."""
         self._above_bytes = above_bytes
         self._buffers = Buffers()
-        self._children = self._held = _Tables(())
+        self._children = self._held = ModuleTables(())
         """The child tables of all modules, and their child and parameter tables, when they were last collected."""
         self._num_owned = -1
         self._unowned: list[torch.Tensor] = []
@@ -251,8 +234,8 @@ class StepStart:
         reshard(self._model)  # parameters that an evaluation left gathered are not those of the optimizers
         self.parts, self._num_owned = modules_of(self._model), num_owned
         self._buffers = Buffers(self.parts, above_bytes=self._above_bytes)
-        self._children = _Tables(part._modules for part in self.parts)
-        self._held = _Tables(table for part in self.parts for table in (part._modules, part._parameters))
+        self._children = ModuleTables(part._modules for part in self.parts)
+        self._held = ModuleTables(table for part in self.parts for table in (part._modules, part._parameters))
         parameters = {id(each): each for part in self.parts for each in part._parameters.values() if each is not None}
         owned = parameters_of(self._optimizers)
         self._unowned = [each for key, each in parameters.items() if key not in owned]

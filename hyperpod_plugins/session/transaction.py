@@ -384,7 +384,8 @@ class Transactions(PlainSteps):
             if former is not None:
                 trained.local.begun = former.begun
             buffers = BufferStates(trained.model)
-            if not buffers.is_empty:  # the same on all ranks
+            # The same on all ranks. A module of the program may register its first buffer in a step.
+            if not (buffers.is_empty and trained.attributes.is_empty):
                 trained.local.register(BUFFERS, buffers)
             if not trained.attributes.is_marked:
                 trained.attributes.mark_own()
