@@ -63,7 +63,7 @@ ALL = held("a", "b", "c")
 @pytest.mark.parametrize(
     ("node", "leases", "has_entered", "can_absorb", "decision"),
     [
-        pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="founder"),
+        pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="of the first round"),
         pytest.param("b", ALL, True, True, Decision(JoinStep.TAKE_OVER, 1), id="its workers were lost"),
         pytest.param(
             "b", ALL, True, False, Decision(JoinStep.NEW_ROUND, 1), id="its workers were lost, nobody recovers"

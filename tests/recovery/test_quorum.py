@@ -261,25 +261,25 @@ def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
         waiting.result(DEADLINE_S)
 
 
-def test_the_bell_rings_when_there_is_a_plan(connect):
-    bell, job_store = PlanWatcher(connect), connect()
-    bell.wait(1, timeout_s=0.05)  # nobody rings
+def test_the_watcher_returns_when_there_is_a_plan(connect):
+    watcher, job_store = PlanWatcher(connect), connect()
+    watcher.wait(1, timeout_s=0.05)  # there is none
     threading.Timer(0.2, lambda: connect().propose(1, {})).start()
     began_s = time.monotonic()
-    bell.wait(1, timeout_s=DEADLINE_S)
+    watcher.wait(1, timeout_s=DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S
     assert job_store.plan(1) == {}
-    bell.wait(1, timeout_s=DEADLINE_S)  # it has rung, so this is no wait
+    watcher.wait(1, timeout_s=DEADLINE_S)  # there is one, so this is no wait
 
 
-def test_the_bell_rings_after_a_generation_that_was_never_formed(connect):
-    bell = PlanWatcher(connect)
-    bell.wait(1, timeout_s=0.2)
+def test_the_watcher_returns_after_a_generation_that_was_never_formed(connect):
+    watcher = PlanWatcher(connect)
+    watcher.wait(1, timeout_s=0.2)
     for number in (2, 3):
-        bell.wait(number, timeout_s=0.05)
+        watcher.wait(number, timeout_s=0.05)
         connect().propose(number, {})
         began_s = time.monotonic()
-        bell.wait(number, timeout_s=DEADLINE_S)
+        watcher.wait(number, timeout_s=DEADLINE_S)
         assert time.monotonic() - began_s < DEADLINE_S
 
 
