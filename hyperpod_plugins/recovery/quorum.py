@@ -211,8 +211,8 @@ class QuorumJoiner:
             case QuorumAction.GIVE_UP:
                 cause = (
                     f"generation {number} could not be formed within {self._policy.replacement_timeout_s:.0f} s: "
-                    f"nobody came for the ranks {self._ranks_of(view.missing)}. See why their agents could not start a "
-                    "process, or allow more time with replacement_timeout_s."
+                    f"no process joined for the ranks {self._ranks_of(view.missing)}. See why their agents could "
+                    "not start a process, or allow more time with replacement_timeout_s."
                 )
                 missing = {worker_id: view.expected[worker_id] for worker_id in view.missing}
                 cause += self._worlds.what_would_fit(number, missing)
