@@ -47,7 +47,7 @@ ARRIVAL = Arrival(incarnation=0, committed=7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class SimulatedMember:
     """One simulated member."""
 
     job_store: JobStore
@@ -56,7 +56,7 @@ class Seat:
     world_size: int
 
     @classmethod
-    def of(cls, job: JobEnv, rank: int, world_size: int, limit_s: float) -> "Seat":
+    def of(cls, job: JobEnv, rank: int, world_size: int, limit_s: float) -> "SimulatedMember":
         job_store = JobStore.connect(job)
         joiner = QuorumJoiner(
             job_store,
@@ -69,24 +69,24 @@ class Seat:
         return cls(job_store=job_store, joiner=joiner, rank=rank, world_size=world_size)
 
 
-def agree(assignment: Seat, generation: int) -> None:
+def agree(member: SimulatedMember, generation: int) -> None:
     """Meet the others, as `Member.join_next` does."""
-    formed = assignment.joiner.join(generation, ARRIVAL, time.monotonic())
+    formed = member.joiner.join(generation, ARRIVAL, time.monotonic())
     assert formed is not None
-    assert len(formed.arrivals) == assignment.world_size
+    assert len(formed.arrivals) == member.world_size
 
 
-def agree_without_last(assignment: Seat, generation: int) -> None:
+def agree_without_last(member: SimulatedMember, generation: int) -> None:
     """The same, where the last rank comes last, and never looks."""
-    if assignment.rank < assignment.world_size - 1:
-        agree(assignment, generation)
+    if member.rank < member.world_size - 1:
+        agree(member, generation)
         return
-    while assignment.job_store.num_arrived(generation) < assignment.world_size - 1:
+    while member.job_store.num_arrived(generation) < member.world_size - 1:
         time.sleep(0.01)
-    assignment.job_store.arrive(generation, assignment.rank, to_text(ARRIVAL))
+    member.job_store.arrive(generation, member.rank, to_text(ARRIVAL))
 
 
-CASES: dict[str, Callable[[Seat, int], None]] = {"agreement": agree, "the last is gone": agree_without_last}
+CASES: dict[str, Callable[[SimulatedMember, int], None]] = {"agreement": agree, "the last is gone": agree_without_last}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Figure:
 def play(case: str, port: int, ranks: Sequence[int], world_size: int, limit_s: float, pipe: Connection) -> None:
     """Some of the members, a thread each; a round for each message, and the times of all as an answer."""
     job = JobEnv(store_host="127.0.0.1", store_port=port, run_id="job")
-    seats = {rank: Seat.of(job, rank, world_size, limit_s) for rank in ranks}
+    members = {rank: SimulatedMember.of(job, rank, world_size, limit_s) for rank in ranks}
     threading.stack_size(256 * 1024)
     sys.setswitchinterval(1.0)  # threads that wait for the interpreter ask for it so often; every 5 ms is too much
     pipe.send("ready")
@@ -117,14 +117,14 @@ def play(case: str, port: int, ranks: Sequence[int], world_size: int, limit_s: f
         times: list[tuple[float, float]] = []
         began_s = time.process_time()
 
-        def sit(rank: int, generation: int = generation, began: Any = began, times: Any = times) -> None:
+        def play_rank(rank: int, generation: int = generation, began: Any = began, times: Any = times) -> None:
             began.wait(60)
             arrived_s = time.monotonic()
             with contextlib.suppress(RecoveryTimeout, dist.DistError):
-                CASES[case](seats[rank], generation)
+                CASES[case](members[rank], generation)
                 times.append((arrived_s, time.monotonic()))
 
-        threads = [threading.Thread(target=sit, args=(rank,), daemon=True) for rank in ranks]
+        threads = [threading.Thread(target=play_rank, args=(rank,), daemon=True) for rank in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -8,15 +8,18 @@ Contents, roughly from the bottom up:
 * `hyperpod_plugins.comm`: the c10d backend `hyperpod`, a process group whose transport can be replaced underneath it.
 * `hyperpod_plugins.data`: token files, a computed sample order, and a sampler whose position is counted in samples.
 * `hyperpod_plugins.delayed_init`: delayed initialisation.
+* `hyperpod_plugins.memory`: recomputation, offload and tiles, so that activations take less memory.
+* `hyperpod_plugins.precision`: linear layers in float8.
 * `hyperpod_plugins.parallel`: turns a plain model into a sharded, tensor-parallel one. Start with `parallelize.py`.
 * `hyperpod_plugins.elastic`: membership of the job: `hyperpodrun`, its agent, the job store and the rendezvous.
 * `hyperpod_plugins.recovery`: fault-tolerant training steps. Start with `step.py`.
+* `hyperpod_plugins.fault_injection`: injects faults, to test that a job recovers.
+* `hyperpod_plugins.planning`: memory that a rank needs, counted before a job starts.
 * `hyperpod_plugins.lightning`: `Trainer(strategy="hyperpod")`.
 * `hyperpod_plugins.accelerate`: `HyperPodPlugin` for Accelerate.
 * `hyperpod_plugins.presets`: configuration files for `accelerate launch`.
 * `hyperpod_plugins.smp`: runs SMP v2 scripts through `import torch.sagemaker`.
 * `hyperpod_plugins.session`: recovery for hand-written training loops, in plain torch or with an Accelerator.
-* `hyperpod_plugins.fault_injection`: injects faults, to test that a job recovers.
 * `hyperpod_plugins.cli`: the command `hyperpod`.
 
 What most programs need can be imported from here: `from hyperpod_plugins import HyperPodStrategy, Session`. Each name

@@ -32,7 +32,7 @@ def started_by_exec(monkeypatch):
     monkeypatch.setattr(Job, "is_warm", False)
 
 
-def founders(count):
+def initial_ranks(count):
     return [(rank, 0) for rank in range(count)]
 
 
@@ -40,7 +40,7 @@ def founders(count):
 def test_only_the_lost_worker_is_replaced(launch, tmp_path):
     logs = tmp_path / "logs"
     job = launch("wait('finish')", "--nproc-per-node=4", f"--log-dir={logs}", "--tee=3")
-    pids = job.await_here(*founders(4))
+    pids = job.await_here(*initial_ranks(4))
     job_store = job.job_store()
     for pid in pids.values():  # `ps` and `pgrep -f` show what it runs
         assert f"{job.mark}.py" in Path(f"/proc/{pid}/cmdline").read_text()
@@ -219,7 +219,7 @@ def test_a_second_interrupt_ends_everything_at_once(launch):
 @pytest.mark.spawns
 def test_nothing_outlives_a_killed_agent(launch):
     job = launch("wait('never')", "--nproc-per-node=2")
-    job.await_here(*founders(2))
+    job.await_here(*initial_ranks(2))
     assert len(job.processes()) == 4  # agent, fork server, two workers
     job.agent.kill()
     job.await_nobody(timeout_s=2)
@@ -228,7 +228,7 @@ def test_nothing_outlives_a_killed_agent(launch):
 @pytest.mark.spawns
 def test_a_killed_fork_server_costs_the_workers_of_its_node_and_not_the_job(launch):
     job = launch("wait('finish')", "--nproc-per-node=2")
-    pids = job.await_here(*founders(2))
+    pids = job.await_here(*initial_ranks(2))
     [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids.values()}
     os.kill(fork_server, signal.SIGKILL)
     job.await_here((0, 1), (1, 1))

@@ -178,8 +178,8 @@ def torchao_options(config: Any, module_filter: Callable[..., bool] | None, from
         from_name: torchao's `Float8LinearConfig.from_recipe_name`.
 
     Raises:
-        ConfigError: the configuration is none of torchao's recipes that this package serves, or emulates float8, or
-            there is a filter.
+        ConfigError: the configuration is not one of the recipes of torchao that this package serves, or emulates
+            float8, or there is a filter.
     """
     if module_filter is not None:
         raise ConfigError(

@@ -146,7 +146,7 @@ class FiniteStepCheck:
             NonFiniteError: a loss of any rank, the norm or a gradient is not finite, and the policy is to stop.
         """
         if self._is_new:
-            self._rank_check.settle_for(optimizer, self._parameters())
+            self._rank_check.reconcile_for(optimizer, self._parameters())
             self._may_update = self._rank_check.allows_update(self._norm, step=self._num_steps)
             self._is_new = False
             self._num_steps += 1

@@ -392,7 +392,7 @@ class AccumulationWindow:
             if self._is_replay and self.micro_step in self._starts:
                 self._starts[self.micro_step].put_back()
             if self._is_replay:
-                self._groups.begin_again(self.micro_step)
+                self._groups.put_back(self.micro_step)
             with _LoggingFor(self._logged(), self._batches_of[self.micro_step]):
                 result = self._closures[self._num_done]()
             self._num_done += 1
@@ -478,7 +478,7 @@ class AccumulationWindow:
         self._tables = tables_of(self._trainer)
         begins_epoch = self._begins_epoch
         if begins_epoch:
-            self._means.settle()
+            self._means.drop_saved()
             self._values.drop_given()
         self._means.begin()
         counts = self._zero_grad_counts
@@ -495,7 +495,7 @@ class AccumulationWindow:
     def undo_step(self) -> None:
         """Drop gradients, and restore logged values, shown values and all other state of the step's beginning."""
         drop_gradients(self._state.model, self._state.optimizers)
-        self._groups.begin_again(0)
+        self._groups.put_back(0)
         self._beginning.put_back()
         self._local.undo()
         self._means.undo()
@@ -850,7 +850,7 @@ class _MicroStepGroups:
         if number:
             self._at[number] = self._present()
 
-    def begin_again(self, number: int) -> None:
+    def put_back(self, number: int) -> None:
         """Restore those of a micro-step that is run again; none if there has been no second one."""
         load_hyperparameters(self._at.get(number, []), self._optimizers)
 
@@ -858,7 +858,7 @@ class _MicroStepGroups:
     def as_step_began(self) -> Generator[None]:
         """Context in which they are those of the step's beginning."""
         present = self._present() if self._at else []
-        self.begin_again(0)
+        self.put_back(0)
         try:
             yield
         finally:

@@ -489,7 +489,7 @@ def step_schedulers(rates: LearningRates, trainer: Trainer, *, waiting_for_metri
             if metric is None and waiting_for_metric:
                 if config.strict:
                     raise ConfigError(
-                        f"a scheduler waits for the metric {config.monitor!r}, which nobody has logged; there are "
+                        f"a scheduler waits for the metric {config.monitor!r}, which was not logged; there are "
                         f"{', '.join(trainer.callback_metrics) or 'none'}."
                     )
                 continue

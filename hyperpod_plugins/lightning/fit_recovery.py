@@ -869,7 +869,7 @@ class FitRecovery(NullFitRecovery):
         self.window.part = None  # release the copies that it holds
         self.window.batch_hooks.end()
         remove_part_hooks(self.trainer)
-        self._rows.forget(self.trainer)
+        self._rows.unwatch(self.trainer)
         self._calls.release(self.trainer)
         if has_ended:
             self._start_end_stream()

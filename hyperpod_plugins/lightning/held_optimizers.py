@@ -50,15 +50,16 @@ class HeldOptimizers:
         for path, value in self._objects():
             if isinstance(value, Optimizer) and not _is_one_of(value, optimizers):
                 raise ConfigError(
-                    f"{path} is an optimizer ({type(value).__name__}) that is none of the Trainer's: a process that "
+                    f"{path} is an optimizer ({type(value).__name__}) that the Trainer does not have: a process that "
                     "replaces a lost one would begin it anew, and a step that is run again would step it twice. "
                     + (_WRAPPED if path.startswith("optimizer ") else _HELD)
                 )
             if isinstance(value, LRScheduler) and id(value) not in schedulers:
                 raise ConfigError(
-                    f"{path} is a learning rate scheduler ({type(value).__name__}) that is none of the Trainer's: a "
-                    "process that replaces a lost one would begin it anew. Return it from configure_optimizers, and "
-                    "let Lightning step it, or step it through self.lr_schedulers() with manual optimization."
+                    f"{path} is a learning rate scheduler ({type(value).__name__}) that the Trainer does "
+                    "not have: a process that replaces a lost one would begin it anew. Return it from "
+                    "configure_optimizers, and let Lightning step it, or step it through self.lr_schedulers() with "
+                    "manual optimization."
                 )
 
     def _objects(self) -> Iterator[tuple[str, object]]:

@@ -184,7 +184,7 @@ class LoggedMeans:
         ordered = {key: results[key] for key in (*forms, *results)}
         results.clear()
         results.update(ordered)
-        self.settle()
+        self.drop_saved()
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, by Lightning's names; the states of metrics in modules are in `MetricStates`."""
@@ -218,7 +218,7 @@ class LoggedMeans:
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
         """Start each sum that is first logged from now on, in the present epoch, from its saved value."""
-        self.settle()
+        self.drop_saved()
         results, self._awaited, epoch = self._results, _sums_in(state_dict), None
         updated = original(results, "update_metrics")
 
@@ -262,7 +262,7 @@ class LoggedMeans:
         """Forget the sums that began in the step, which is run again with its values restored."""
         self._begun = [*self._begun_before]
 
-    def settle(self) -> None:
+    def drop_saved(self) -> None:
         """Drop the saved sums: an epoch begins, and later sums start from zero."""
         restore(self._results, "update_metrics")
         self._awaited, self._begun = {}, []

@@ -56,11 +56,11 @@ class LoggedRows:
         """Rows that were logged before the part was restarted, and are expected again."""
 
     def watch(self, trainer: Trainer) -> None:
-        """Intercept what the trainer logs, until `forget`."""
+        """Intercept what the trainer logs, until `unwatch`."""
         connector: Any = trainer._logger_connector
         override(connector, "log_metrics", partial(self._log, trainer, original(connector, "log_metrics")))
 
-    def forget(self, trainer: Trainer) -> None:
+    def unwatch(self, trainer: Trainer) -> None:
         """Undo `watch`."""
         restore(trainer._logger_connector, "log_metrics")
 

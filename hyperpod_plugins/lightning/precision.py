@@ -33,7 +33,7 @@ class HyperPodPrecision(Precision):
         """Called when a batch has been fetched, before any hook sees it."""
         self.region: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of a step of the module, in which layers of Transformer Engine compute in float8."""
-        self.settle: Callable[[Any], object] = reconcile_gradients
+        self.reconcile: Callable[[Any], object] = reconcile_gradients
         """Called when a step's gradients have been computed, to ensure that all ranks ran the same FSDP units."""
         self.norm: Tensor | None = None
         """Norm of the step's gradients if they are clipped by norm, else None."""
@@ -124,7 +124,7 @@ class HyperPodPrecision(Precision):
         """Compute gradients, and ensure that all ranks ran the same units before hooks and clipping see them."""
         result = closure()
         self.norm = None
-        self.settle(model)
+        self.reconcile(model)
         self._after_closure(model, optimizer)
         return result
 

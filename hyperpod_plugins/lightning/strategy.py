@@ -391,7 +391,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if isinstance(self.precision_plugin, HyperPodPrecision):
             recovery = self._recovery
             self.precision_plugin.when_fetched = lambda: recovery.fit.seed_batch()
-            self.precision_plugin.settle = reconcile_gradients
+            self.precision_plugin.reconcile = reconcile_gradients
             self.precision_plugin.region = partial(float8_region, module)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.
@@ -436,7 +436,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         finite = FiniteCheck(policy, waits_anyway=is_free)
         if finite.is_enabled and isinstance(precision, HyperPodPrecision):
             self._finite, self._rank_check = finite, RankFiniteCheck(finite)
-            precision.settle = self._rank_check.settle
+            precision.reconcile = self._rank_check.reconcile
 
     @property
     def _elastic(self) -> ElasticState | None:

@@ -86,7 +86,7 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
         shard_degree: of the mesh.
 
     Raises:
-        ConfigError: the model is none of those for which this is known to be exact.
+        ConfigError: this is not known to be exact for the model.
     """
     degree = config.context_parallel_degree
     if degree == 1:

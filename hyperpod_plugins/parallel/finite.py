@@ -186,15 +186,15 @@ class RankFiniteCheck:
             self.begin()
         self._losses[batch] = local_part(loss.detach())
 
-    def settle(self, model: nn.Module) -> None:
+    def reconcile(self, model: nn.Module) -> None:
         """Call `reconcile_gradients`, which also tells all ranks what is not finite on any of them.
 
         All gradients of the model count.
         """
         self._found = reconcile_gradients(model, self._flag(model.parameters()))
 
-    def settle_for(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Like `settle`, for the models whose parameters an optimizer holds, right before it steps.
+    def reconcile_for(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Like `reconcile`, for the models whose parameters an optimizer holds, right before it steps.
 
         Args:
             optimizer: about to step.
@@ -212,7 +212,7 @@ class RankFiniteCheck:
         return torch.maximum(of_gradients, of_losses)
 
     def allows_update(self, norm: Tensor | None, *, step: int, epoch: int | None = None) -> bool:
-        """Whether the optimizers may step. Call it after `settle`; all ranks decide alike.
+        """Whether the optimizers may step. Call it after `reconcile`; all ranks decide alike.
 
         Args:
             norm: norm of all gradients, `()`; None if unknown.

@@ -131,16 +131,16 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
         GatheredParametersWritten: on some rank the program wrote to parameters while they were gathered.
         ConfigError: on some rank a parameter has a gradient hook, or its gradient is sparse or has a graph.
     """
-    return _settle([watch for watch in _watches_of(model) if watch.trace], flag)
+    return _reconcile([watch for watch in _watches_of(model) if watch.trace], flag)
 
 
 def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> int:
     """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
-    return _settle(_watches_of_optimizer(optimizer), flag)
+    return _reconcile(_watches_of_optimizer(optimizer), flag)
 
 
-def _settle(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
-    told = [watch.settle(flag) for watch in watches]
+def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
+    told = [watch.reconcile(flag) for watch in watches]
     if told or flag is None:
         return max(told, default=0)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -235,7 +235,7 @@ class UnitTrace:
             self._trained = next((each for each in self._parameters if each.shard.requires_grad), self._trained)
         return self._trained.shard.requires_grad
 
-    def settle(self, flag: torch.Tensor | None = None) -> int:
+    def reconcile(self, flag: torch.Tensor | None = None) -> int:
         """See `reconcile_gradients`."""
         if not self.trace:
             return 0

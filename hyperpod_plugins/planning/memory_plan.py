@@ -253,7 +253,7 @@ def plan_memory(
         ConfigError: The step depends on values or uses an operation that fake tensors do not have, or context or
             expert parallelism does not serve the model.
         DegreeError: The degrees do not fit the world.
-        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is none of transformers.
+        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
@@ -284,7 +284,7 @@ def smallest_degrees(
 
     Raises:
         ConfigError: Nothing fits; the message has the plan with the largest degrees.
-        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is none of transformers.
+        NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
     module = model if isinstance(model, nn.Module) else _built(model)
     plan = None

@@ -38,10 +38,10 @@ class SilentGroup(dist.ProcessGroup):
         super().__init__(0, size)  # pyright: ignore[reportCallIssue]: torch's stub lacks this constructor
 
     def all_to_all_single(self, *_: Any, **__: Any) -> Any:
-        """Receive nothing; nobody waits for it."""
+        """Receive nothing: no other rank exists."""
 
     def all_gather_single(self, *_: Any, **__: Any) -> Any:
-        """Receive nothing; nobody waits for it."""
+        """Receive nothing: no other rank exists."""
 
     alltoall_base = all_to_all_single  # in older versions of torch
     _allgather_base = all_gather_single

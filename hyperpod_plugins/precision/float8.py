@@ -67,7 +67,7 @@ def check_float8(recipe: str) -> None:
     """Check the name of a recipe.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no recipe of that name.
         NotBuiltYetError: it scales blocks of a row, which this release does not serve.
     """
     if recipe in _BLOCK_SCALED:

@@ -32,9 +32,9 @@ from hyperpod_plugins.elastic.membership.admission import find_world
 from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
+from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture, EarlyDepartures
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
 from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until
-from hyperpod_plugins.elastic.store.left_loops import EarlyDepartures, LeftLoop
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
 from hyperpod_plugins.errors import StateLost
@@ -372,12 +372,12 @@ class RecoveryEngine:
 
         Args:
             committed: steps that it has committed.
-            num_bodies: see `LeftLoop`.
+            num_bodies: see `EarlyDeparture`.
             error: first line of the exception that it was left by, with its class; empty if none is known.
             leaves: whether this process no longer takes part in recovery.
         """
         member = self.member
-        LeftLoop(
+        EarlyDeparture(
             worker_id=member.worker_id,
             incarnation=member.job.incarnation,
             entry=self._entry,

@@ -131,7 +131,7 @@ class Repair:
                 "step": self.step,
                 "steps_lost": "unknown" if self.steps_lost is None else self.steps_lost,
                 "generation": self.generation,
-                "newcomers": " ".join(map(str, self.receivers)),
+                "receivers": " ".join(map(str, self.receivers)),
                 "noticed_s": self.noticed_s,
                 "assembled_s": self.quorum_s,
                 "restored_s": self.restored_s,

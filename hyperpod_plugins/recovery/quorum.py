@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.quorum_policy import Action, MembershipPolicy, QuorumView, next_action
+from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy, QuorumAction, QuorumView, next_action
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, poll_interval_s, scan_interval_s
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
@@ -200,24 +200,24 @@ class QuorumJoiner:
         busy = self._survivors.busy(survivors, waited_s)
         if busy:
             self._granted_s = waited_s + self._policy.replacement_timeout_s
-        match Action.WAIT if view.missing and waited_s <= self._granted_s else next_action(view, self._policy):
-            case Action.FORM:
+        match QuorumAction.WAIT if view.missing and waited_s <= self._granted_s else next_action(view, self._policy):
+            case QuorumAction.FORM:
                 unaware = {p: each.incarnation for p, each in from_texts(said).items() if _resumes_in_step(each)}
                 if unaware and is_outside(job_store, number):  # these have yet to notice, and to arrive again
                     self._unaware_since_s = min(self._unaware_since_s, waited_s)
                     self._survivors.kill_stuck(number, unaware, waited_s - self._unaware_since_s)
                     return None
                 return job_store.propose(number, said)
-            case Action.GIVE_UP:
+            case QuorumAction.GIVE_UP:
                 cause = (
                     f"generation {number} could not be formed within {self._policy.replacement_timeout_s:.0f} s: "
-                    f"nobody came for the ranks {self._ranks_of(view.missing)}. See why their agents could not start a "
-                    "process, or allow more time with replacement_timeout_s."
+                    f"no process joined for the ranks {self._ranks_of(view.missing)}. See why their agents could "
+                    "not start a process, or allow more time with replacement_timeout_s."
                 )
                 missing = {worker_id: view.expected[worker_id] for worker_id in view.missing}
                 cause += self._worlds.what_would_fit(number, missing)
                 return self._propose_end(number, view, said, cause, starts_again=False)
-            case Action.WAIT:
+            case QuorumAction.WAIT:
                 missing = {worker_id: view.expected[worker_id] for worker_id in view.missing}
                 try:
                     goes_on = self._worlds.shrink_without(number, missing, waited_s, f"rank {self._rank}")

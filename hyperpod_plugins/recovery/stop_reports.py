@@ -70,7 +70,7 @@ class StopView:
     """Worker ids whose processes were lost since the last generation."""
 
 
-class Look(Enum):
+class StopAction(Enum):
     """What a process that waits for stop reports does next."""
 
     WAIT = auto()
@@ -80,7 +80,7 @@ class Look(Enum):
     """No process is left that could publish one."""
 
 
-def next_look(view: StopView, seen: StopView | None, *, is_due: bool) -> Look:
+def next_stop_action(view: StopView, seen: StopView | None, *, is_due: bool) -> StopAction:
     """Decide whether to read all reports now, for each reads those of all processes.
 
     Args:
@@ -89,9 +89,9 @@ def next_look(view: StopView, seen: StopView | None, *, is_due: bool) -> Look:
         is_due: Whether it reads them whatever it sees.
     """
     if len(view.lost) == view.world_size:
-        return Look.ALL_LOST
+        return StopAction.ALL_LOST
     may_be_complete = view != seen and view.num_reports + len(view.lost) >= view.world_size
-    return Look.READ if is_due or may_be_complete else Look.WAIT
+    return StopAction.READ if is_due or may_be_complete else StopAction.WAIT
 
 
 class Survivors:
@@ -273,14 +273,14 @@ class _Wait:
             num_reports=self._job_store.count(f"stopped/{self._generation}"),
             lost=frozenset(lost),
         )
-        match next_look(view, self._seen, is_due=waited_s >= min(self._look_s, self.limit_s)):
-            case Look.WAIT:
+        match next_stop_action(view, self._seen, is_due=waited_s >= min(self._look_s, self.limit_s)):
+            case StopAction.WAIT:
                 return None
-            case Look.ALL_LOST:
+            case StopAction.ALL_LOST:
                 return self._without_survivors(
                     "all processes were lost, and with them the training state and its snapshots"
                 )
-            case Look.READ:
+            case StopAction.READ:
                 self._seen, self._look_s = view, waited_s + scan_interval_s(self.rank, view.num_reports)
                 resume_point = self._scan(incarnations, lost)
                 if resume_point is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
@@ -34,14 +34,13 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
     warn_of_adaptive,
 )
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
-from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost, format_list
+from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
 from hyperpod_plugins.parallel.config import refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters
-from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations, shards_stay_on_host
-from hyperpod_plugins.parallel.parallelize import match_degrees
+from hyperpod_plugins.parallel.hsdp import reshard_after_evaluations, shards_stay_on_host
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -66,7 +65,13 @@ from hyperpod_plugins.recovery.state_digests import state_digests
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
 from hyperpod_plugins.session.manual_optimization import EqualShares, refuse_session_options, refuse_train_options
-from hyperpod_plugins.session.own_schedulers import refuse_own_schedules
+from hyperpod_plugins.session.program_checks import (
+    check_trained,
+    optimizer_of,
+    refuse_other_models,
+    refuse_own_schedules,
+    refuse_unknown_schedulers,
+)
 from hyperpod_plugins.session.state import Position, TrainedState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions
@@ -345,39 +350,13 @@ class Session:
             non_finite = "off"
         waits_anyway = self._member is not None or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
-        if self.world_size > 1 and not any(True for _ in fsdp_units(model)):
-            raise ConfigError(
-                f"the model {type(model).__name__} is not sharded, so each of the {self.world_size} ranks would "
-                "train its own copy. Call model = session.parallelize(model) first."
-            )
-        match_degrees(model, self.config)
-        if any(isinstance(each, ReduceLROnPlateau) for each in _listed(schedulers)):
-            raise ConfigError(
-                "ReduceLROnPlateau waits for a metric, which session.train does not have. Leave it out of train, call "
-                "its step(metric) in the body after step.run, on all ranks with the same metric, and keep its state: "
-                'session.register_rank_local("plateau", scheduler).'
-            )
-        wrapped = [type(each).__name__ for each in _listed(optimizers) if "state" not in vars(each)]
-        if wrapped:
-            raise ConfigError(
-                f"{format_list(wrapped)} wraps an optimizer, and steps it only when its own library says so. Give the "
-                "optimizer inside to session.train: optimizer.optimizer where Accelerate has wrapped it."
-            )
-        counting = [type(each).__name__ for each in _listed(schedulers) if _is_wrapped_scheduler(each)]
-        if counting:
-            raise ConfigError(
-                f"{format_list(counting)} wraps a scheduler, and advances it by the number of ranks at each step. Give "
-                "the scheduler inside to session.train, which steps it once: scheduler.scheduler where Accelerate has "
-                "wrapped it, made for as many steps as there are, not times the number of processes."
-            )
+        check_trained(model, _listed(optimizers), _listed(schedulers), config=self.config, world_size=self.world_size)
         watch_units(model)
         reshard_gathered(model)  # by a forward before; the optimizer holds shards
         replace_stale_parameters(_listed(optimizers), model, num_ranks=self.world_size)
         succeed_parameters(model, is_by_program=True)
         reshard_after_evaluations(model)
-        self._scheduled += [
-            weakref.ref(optimizer) for optimizer in map(_optimizer_of, _listed(schedulers)) if optimizer
-        ]
+        self._scheduled += [weakref.ref(optimizer) for optimizer in map(optimizer_of, _listed(schedulers)) if optimizer]
         self._trained = TrainedState(
             model,
             _listed(optimizers),
@@ -642,8 +621,8 @@ class Session:
                 return
             if resumed_from:
                 begins_at = _NOT_KNOWN if transactions.is_joining else trained.read(resumed_from)
-            _refuse_beside(trained.model, self._sharded)
-            _refuse_own_schedulers(trained, [optimizer() for optimizer in self._scheduled])
+            refuse_other_models(trained.model, self._sharded)
+            refuse_unknown_schedulers(trained, [optimizer() for optimizer in self._scheduled])
             refuse_own_schedules(trained.optimizers, trained.model, is_restored=trained.restores)
             transactions.enter(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
             try:
@@ -788,61 +767,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location=on_own_device)
-
-
-def _refuse_beside(trained: nn.Module, sharded: Sequence["weakref.ref[nn.Module]"]) -> None:
-    """Refuse what a repair would not reset, and a replacement would not get.
-
-    Raises:
-        ConfigError: another sharded model is alive, or the trained one has a metric that does not save its state.
-    """
-    models = [model for alive in sharded if (model := alive()) is not None]
-    inside, within = set(trained.modules()), lambda model: trained in set(model.modules())
-    beside = [type(model).__name__ for model in models if model not in inside and not within(model)]
-    if beside:
-        raise ConfigError(
-            f"{format_list(beside)} was sharded by session.parallelize, but is not part of the model given to "
-            "session.train. With recovery, only that model is reset after a fault and sent to a replacement. Put both "
-            "into one module (nn.ModuleDict) that is sharded and given to train, leave the other one unsharded, or use "
-            "RecoveryOptions(enabled=False)."
-        )
-    metrics = [name for name, module in trained.named_modules() if is_metric(module)]
-    if metrics:
-        raise ConfigError(
-            f"the torchmetrics objects {format_list(metrics)} are modules of the trained model, whose state a "
-            "replacement would not get. Keep them outside of it, call their persistent(True), and give them to "
-            "session.register_rank_local."
-        )
-
-
-def _is_wrapped_scheduler(value: object) -> bool:
-    return not isinstance(value, LRScheduler) and isinstance(getattr(value, "scheduler", None), LRScheduler)
-
-
-def _optimizer_of(scheduler: object) -> Optimizer | None:
-    """The optimizer of a scheduler, which Accelerate may have wrapped; None for any other object."""
-    return getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)
-
-
-def _refuse_own_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer | None]) -> None:
-    """Refuse schedulers that the program steps itself: a replacement would have new ones.
-
-    Args:
-        trained: what the steps train.
-        scheduled: the optimizers whose schedulers the session was ever given.
-
-    Raises:
-        ConfigError: an optimizer has a scheduler, and the session was given none for it.
-    """
-    known = [*scheduled, *(_optimizer_of(each.stateful) for each in trained.rank_local.values())]
-    for optimizer in trained.optimizers:
-        is_scheduled = (
-            getattr(optimizer.step, "_wrapped_by_lr_sched", None) is not None
-        )  # by the constructor of `LRScheduler`
-        if is_scheduled and not any(each is optimizer for each in known):
-            raise ConfigError(
-                f"a scheduler was created for {type(optimizer).__name__}, but not given to session.train. With "
-                "recovery, a replacement would begin with a new one. Give it to train, which steps it once after each "
-                "step (or leaves that to the program, with manual_optimization=True); or, to step it in the body, "
-                'session.register_rank_local("schedule", scheduler).'
-            )

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import recovery
-from benchmarks.membership_scale import CASES, Seat
+from benchmarks.membership_scale import CASES, SimulatedMember
 from benchmarks.recovery_jobs import peers
 from benchmarks.recovery_jobs.timeline import Outcome, medians, outcome_of, speed_up, step_time
 from hyperpod_plugins.env import JobEnv
@@ -101,10 +101,10 @@ def test_a_peer_that_is_not_installed_is_reported(monkeypatch, tmp_path):
 def test_simulated_members_see_one_plan(case):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job")
-    seats = [Seat.of(job, rank, 3, 60.0) for rank in range(3)]
+    members = [SimulatedMember.of(job, rank, 3, 60.0) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda seat: CASES[case](seat, 1), seats, timeout=90))
-    plans = [seat.job_store.plan(1) for seat in seats]
+        list(pool.map(lambda member: CASES[case](member, 1), members, timeout=90))
+    plans = [member.job_store.plan(1) for member in members]
     assert plans[0] is not None
     assert plans[0].keys() == set(range(3))
     assert plans == [plans[0]] * 3

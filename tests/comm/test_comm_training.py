@@ -284,12 +284,12 @@ def grown_from_two():
 
     is_joining = rank >= 2
     alone = dist.PrefixStore(f"joiner {rank}", store)
-    founders = dist.PrefixStore("founders", store)
+    first_store = dist.PrefixStore("first", store)
     if is_joining:
         dist.init_process_group("hyperpod", store=alone, rank=0, world_size=1)
         groups = [comm.new_axis_group(key, [0]) for key in keys(rank)]
     else:
-        dist.init_process_group("hyperpod", store=founders, rank=rank, world_size=2)
+        dist.init_process_group("hyperpod", store=first_store, rank=rank, world_size=2)
         replicate, shard = keys(rank)
         groups = [comm.new_axis_group(replicate, [rank]), comm.new_axis_group(shard, [0, 1])]
         mesh = DeviceMesh.from_group(

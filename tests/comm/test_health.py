@@ -134,11 +134,11 @@ def test_many_threads_break_it_once():
     health.add_listener(heard.append)
     barrier = threading.Barrier(16)
 
-    def trip(number):
+    def break_once(number):
         barrier.wait(10)
         results.append(health.mark_broken(str(number), shut_nothing_down))
 
-    threads = [threading.Thread(target=trip, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=break_once, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

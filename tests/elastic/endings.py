@@ -33,10 +33,10 @@ LOST_S = (MISSED + 3) * BEAT_S
 START_S = 60.0
 WORKER = """
 import os, sys, time
-folder, num_founders = sys.argv[1], int(sys.argv[2])
+folder, num_initial = sys.argv[1], int(sys.argv[2])
 rank = int(os.environ["RANK"])
 open(os.path.join(folder, f"rank{rank}"), "w").close()
-while rank >= num_founders or not os.path.exists(os.path.join(folder, "finish")):
+while rank >= num_initial or not os.path.exists(os.path.join(folder, "finish")):
     time.sleep(0.02)  # whoever comes to a program that grows waits to be taken in
 open(os.path.join(folder, f"done{os.getpid()}"), "w").close()
 """
@@ -57,7 +57,7 @@ class Schedule:
     """One case."""
 
     seed: int
-    num_founders: int
+    num_initial: int
     grows: bool
     """Whether the program takes more nodes in than it began with."""
     events: tuple[Event, ...]
@@ -66,15 +66,15 @@ class Schedule:
     def draw(cls, seed: int) -> "Schedule":
         """The schedule of a seed."""
         draw = random.Random(seed)
-        num_founders, num_comers = draw.choice((1, 2, 2)), draw.choice((1, 1, 2))
+        num_initial, num_joining = draw.choice((1, 2, 2)), draw.choice((1, 1, 2))
         events = [
-            Event(draw.uniform(-1.5, 1.0), "come", number) for number in range(num_founders, num_founders + num_comers)
+            Event(draw.uniform(-1.5, 1.0), "come", number) for number in range(num_initial, num_initial + num_joining)
         ]
         for _ in range(draw.choice((0, 1, 1))):
-            agent = draw.randrange(num_founders + num_comers)
+            agent = draw.randrange(num_initial + num_joining)
             kind = draw.choice(("SIGKILL", "SIGTERM", "SIGTERM SIGTERM"))
             events.append(Event(draw.uniform(-0.7, 1.5), kind, agent))
-        return cls(seed, num_founders, draw.random() < 0.5, tuple(sorted(events, key=lambda event: event.at_s)))
+        return cls(seed, num_initial, draw.random() < 0.5, tuple(sorted(events, key=lambda event: event.at_s)))
 
 
 def _agent(argv: list[str], log: str, mark: str) -> None:
@@ -107,13 +107,13 @@ class Run:
 
     def come(self, number: int) -> None:
         """Start an agent; number 0 serves the store."""
-        founders = self.schedule.num_founders
+        num_initial = self.schedule.num_initial
         conf = f"is_host={int(number == 0)},keep_alive_interval={BEAT_S},keep_alive_max_attempt={MISSED}"
         argv = [
             *("--rdzv-backend=hyperpod", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=endings"),
-            *(f"--nnodes={founders}:{4 if self.schedule.grows else founders}", "--nproc-per-node=1"),
+            *(f"--nnodes={num_initial}:{4 if self.schedule.grows else num_initial}", "--nproc-per-node=1"),
             *(f"--rdzv-conf={conf},last_call_timeout=0", "--preload=json", "--shutdown-timeout=3"),
-            *(str(self.folder / "worker.py"), str(self.folder), str(founders)),
+            *(str(self.folder / "worker.py"), str(self.folder), str(num_initial)),
         ]
         self.came_s[number] = time.monotonic()
         self.agents[number] = _context.Process(
@@ -134,15 +134,15 @@ class Run:
         from hyperpod_plugins.elastic.store.world import WorldPlan
         from hyperpod_plugins.env import JobEnv
 
-        founders = self.schedule.num_founders
-        for number in range(founders):
+        num_initial = self.schedule.num_initial
+        for number in range(num_initial):
             self.come(number)
         until_s = time.monotonic() + START_S
-        while not all((self.folder / f"rank{rank}").exists() for rank in range(founders)):
-            assert time.monotonic() < until_s, "the founders do not begin"
+        while not all((self.folder / f"rank{rank}").exists() for rank in range(num_initial)):
+            assert time.monotonic() < until_s, "the first workers do not begin"
             time.sleep(0.02)
         job_store = JobStore.connect(JobEnv(store_host="127.0.0.1", store_port=self.port, run_id="endings"))
-        publish_initial_world(job_store, WorldPlan.initial(founders))
+        publish_initial_world(job_store, WorldPlan.initial(num_initial))
         if self.schedule.grows:
             publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=1, sizes=(1, 2, 3, 4)))
         job_store.arm()

@@ -182,5 +182,5 @@ def test_the_ticket_of_an_agent_that_was_killed_does_not_count(job):
     write(elsewhere)
     with pytest.raises(ConfigError, match=r"job/1 \(port 1\), job/1 \(port \d+\)"):
         Ticket.find("job/1")
-    with pytest.raises(ConfigError, match=r"nobody answers at 127\.0\.0\.1:1 any more"):
+    with pytest.raises(ConfigError, match=r"no process answers at 127\.0\.0\.1:1 any more"):
         elsewhere.job_store()

@@ -339,7 +339,7 @@ def test_the_job_outlives_the_node_that_came_first(nodes, etcd, capsys, monkeypa
         assert "1 rank in 1 replica " in capsys.readouterr().out
         nodes.start("d")
         nodes.await_size(2)
-    else:  # etcd goes and comes back; a worker is lost, and the founders' store for its successor is gone by now
+    else:  # etcd goes and comes back; a worker is lost, and the first store for its replacement is gone by now
         etcd.stop()
         time.sleep(1.0)
         etcd.start()

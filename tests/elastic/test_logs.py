@@ -14,8 +14,8 @@ def test_a_sink_that_fails_stops_neither_the_others_nor_the_end(tmp_path):
     path, good = tmp_path / "out", io.StringIO()
     path.write_text("one\ntwo\n")
     tee = Tee()
-    tee.follow(str(path), "", Sink("stdout", Broken()))
-    tee.follow(str(path), "[0]: ", Sink("stdout", good))
+    tee.tail(str(path), "", Sink("stdout", Broken()))
+    tee.tail(str(path), "[0]: ", Sink("stdout", good))
     tee.close()
     assert good.getvalue() == "[0]: one\n[0]: two\n"
 
@@ -41,7 +41,7 @@ def test_a_line_that_is_written_in_parts_is_copied_whole(tmp_path):
     """torch's `TailLog` copies each part at once, and what another worker writes meanwhile comes between them."""
     path, out = tmp_path / "out", io.StringIO()
     tee = Tee()
-    tee.follow(str(path), "[0]: ", Sink("stdout", out))
+    tee.tail(str(path), "[0]: ", Sink("stdout", out))
     with path.open("w") as file:
         for part, expected in (("one, ", ""), ("two\nthr", "[0]: one, two\n"), ("ee", "[0]: one, two\n")):
             file.write(part)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from hyperpod_plugins.elastic.membership.quorum_policy import (
     BETWEEN_CALLS,
-    Action,
     ExitWait,
     GenerationBudget,
     MembershipPolicy,
+    QuorumAction,
     QuorumView,
     next_action,
 )
@@ -21,13 +21,13 @@ POLICY = MembershipPolicy(replacement_timeout_s=10.0)
 @pytest.mark.parametrize(
     ("expected", "arrived", "waited_s", "action"),
     [
-        pytest.param({0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, Action.FORM, id="all here"),
-        pytest.param({0: 0, 1: 1}, {0: 0, 1: 1}, 99.0, Action.FORM, id="all here, late"),
-        pytest.param({0: 0, 1: 1}, {0: 0}, 1.0, Action.WAIT, id="one on its way"),
-        pytest.param({0: 0, 1: 1}, {0: 0, 1: 0}, 1.0, Action.WAIT, id="only its predecessor came"),
-        pytest.param({0: 0, 1: 1}, {0: 0, 1: -1}, 1.0, Action.WAIT, id="came, and withdrew"),
-        pytest.param({0: 0, 1: 1}, {0: 0}, 10.0, Action.WAIT, id="at the limit"),
-        pytest.param({0: 0, 1: 1}, {0: 0, 1: 0}, 10.1, Action.GIVE_UP, id="too long"),
+        pytest.param({0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, QuorumAction.FORM, id="all here"),
+        pytest.param({0: 0, 1: 1}, {0: 0, 1: 1}, 99.0, QuorumAction.FORM, id="all here, late"),
+        pytest.param({0: 0, 1: 1}, {0: 0}, 1.0, QuorumAction.WAIT, id="one on its way"),
+        pytest.param({0: 0, 1: 1}, {0: 0, 1: 0}, 1.0, QuorumAction.WAIT, id="only its predecessor came"),
+        pytest.param({0: 0, 1: 1}, {0: 0, 1: -1}, 1.0, QuorumAction.WAIT, id="came, and withdrew"),
+        pytest.param({0: 0, 1: 1}, {0: 0}, 10.0, QuorumAction.WAIT, id="at the limit"),
+        pytest.param({0: 0, 1: 1}, {0: 0, 1: 0}, 10.1, QuorumAction.GIVE_UP, id="too long"),
     ],
 )
 def test_next_action(expected, arrived, waited_s, action):
@@ -45,7 +45,7 @@ def test_a_generation_is_formed_of_exactly_the_present_processes(worker_ids, wai
     expected = {rank: present for rank, (present, _) in worker_ids.items()}
     arrived = {rank: came for rank, (_, came) in worker_ids.items() if came is not None}
     view = QuorumView(expected=expected, arrived=arrived, waited_s=waited_s)
-    assert (next_action(view, POLICY) is Action.FORM) == (arrived == expected)
+    assert (next_action(view, POLICY) is QuorumAction.FORM) == (arrived == expected)
     assert set(view.missing) == {rank for rank in expected if arrived.get(rank) != expected[rank]}
 
 

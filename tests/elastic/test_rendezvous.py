@@ -560,7 +560,7 @@ def test_the_workers_of_torchrun_are_watched():
     assignment = NodeAssignment(
         round_number=0, slot=0, num_slots=1, lease=SlotLease(node="a"), worker_ids=range(4), incarnation=3
     )
-    brood = WorkerMonitor()
+    monitor = WorkerMonitor()
     program = "import sys, time; print(flush=True); sys.stdin.read(); sys.exit({})"
     workers = []
     try:
@@ -571,25 +571,25 @@ def test_the_workers_of_torchrun_are_watched():
                 subprocess.Popen(command, env=environ, stdin=-1, stdout=subprocess.PIPE, start_new_session=True)
             )
             assert workers[rank].stdout.readline()
-        brood.adopt(assignment)
-        brood.adopt(assignment)
+        monitor.adopt(assignment)
+        monitor.adopt(assignment)
 
         workers[0].stdin.close()
-        assert brood.watch(time.monotonic() + 0.3) is None  # a good end is none of its business
+        assert monitor.watch(time.monotonic() + 0.3) is None  # a good end is none of its business
         workers[1].stdin.close()
-        failed = brood.watch(time.monotonic() + PATIENCE_S)
+        failed = monitor.watch(time.monotonic() + PATIENCE_S)
         assert (failed.worker_id, failed.how, failed.assignment) == (1, "ended with exit code 7", assignment)
-        brood.kill(replace(assignment), 2)  # of another seat
-        brood.kill(assignment, 2)
-        failed = brood.watch(time.monotonic() + PATIENCE_S)
+        monitor.kill(replace(assignment), 2)  # of another assignment
+        monitor.kill(assignment, 2)
+        failed = monitor.watch(time.monotonic() + PATIENCE_S)
         assert (failed.worker_id, failed.how) == (2, "was killed by SIGKILL")
-        brood.kill_after_grace()
-        assert brood.watch(time.monotonic() + PATIENCE_S) is None
-        assert brood.watch(time.monotonic() + PATIENCE_S).worker_id == 3
+        monitor.kill_after_grace()
+        assert monitor.watch(time.monotonic() + PATIENCE_S) is None
+        assert monitor.watch(time.monotonic() + PATIENCE_S).worker_id == 3
         # All this took no news from torchrun, which waits for the same processes.
         assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 7, -signal.SIGKILL, -signal.SIGKILL]
-        brood.wake()
-        assert brood.watch(time.monotonic() + PATIENCE_S) is None
+        monitor.wake()
+        assert monitor.watch(time.monotonic() + PATIENCE_S) is None
     finally:
         for worker in workers:
             worker.kill()

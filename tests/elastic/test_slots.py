@@ -63,7 +63,7 @@ ALL = held("a", "b", "c")
 @pytest.mark.parametrize(
     ("node", "leases", "has_entered", "can_absorb", "decision"),
     [
-        pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="founder"),
+        pytest.param("b", ALL, False, False, Decision(JoinStep.ENTER, 1), id="of the first round"),
         pytest.param("b", ALL, True, True, Decision(JoinStep.TAKE_OVER, 1), id="its workers were lost"),
         pytest.param(
             "b", ALL, True, False, Decision(JoinStep.NEW_ROUND, 1), id="its workers were lost, nobody recovers"
@@ -204,13 +204,13 @@ def test_every_lost_node_is_found_out_by_one_that_is_left(num_nodes, data):
     ],
 )
 def test_silence_is_counted_in_looks(heartbeats, lost):
-    pulse = LivenessTracker(max_missed=3)
+    tracker = LivenessTracker(max_missed=3)
     for count in heartbeats:
-        pulse.look({"a": count})
-    assert pulse.is_lost("a") is lost
-    assert not pulse.is_lost("b")
-    pulse.look({"b": 1})
-    assert not pulse.is_lost("a")  # it does not matter any more
+        tracker.update({"a": count})
+    assert tracker.is_lost("a") is lost
+    assert not tracker.is_lost("b")
+    tracker.update({"b": 1})
+    assert not tracker.is_lost("a")  # it does not matter any more
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, config, words):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "founders", "degree"), [(8, 8, 4), (7, 4, 4), (4, 4, 4), (3, 2, 2), (2, 2, 2), (1, 1, 1)]
+    ("world_size", "initial_size", "degree"), [(8, 8, 4), (7, 4, 4), (4, 4, 4), (3, 2, 2), (2, 2, 2), (1, 1, 1)]
 )
-def test_a_job_begins_with_what_is_there(world_size, founders, degree):
+def test_a_job_begins_with_what_is_there(world_size, initial_size, degree):
     allowed, config = options(shard_degrees=(4, 2, 1)), ParallelConfig()
-    assert initial_world_size(allowed, config, world_size, ranks_per_node=1) == founders
+    assert initial_world_size(allowed, config, world_size, ranks_per_node=1) == initial_size
     layouts = layouts_of(allowed, config, ranks_per_node=1)
-    # Whoever takes a founder's place later comes to the same.
-    assert with_degrees(config, None, layouts, founders).hybrid_shard_degree == degree
+    # A replacement finds the same.
+    assert with_degrees(config, None, layouts, initial_size).hybrid_shard_degree == degree
     assert with_degrees(config, None, layouts, world_size).hybrid_shard_degree == degree
 
 

@@ -62,6 +62,7 @@ def trainer_of(make=lambda params: Adam(params), schedule=lambda optimizer: Step
     module = Module()
     optimizer = make(module.parameters())
     return SimpleNamespace(
+        training=True,
         lightning_module=module,
         optimizers=[optimizer],
         lr_scheduler_configs=[SimpleNamespace(scheduler=schedule(optimizer))],

@@ -135,7 +135,7 @@ def test_steps_of_a_scheduler(sizes, frequency, steps):
 def test_a_metric_that_nobody_has_logged():
     optimizer = adam()
     trainer = trainer_with(SCHEDULERS["plateau"](optimizer), monitor="accuracy")
-    with pytest.raises(ConfigError, match="'accuracy', which nobody has logged; there are loss"):
+    with pytest.raises(ConfigError, match="'accuracy', which was not logged; there are loss"):
         run(rates_of(), optimizer, trainer, [10])
     trainer = trainer_with(SCHEDULERS["plateau"](optimizer), monitor="accuracy", strict=False)
     run(rates_of(), optimizer, trainer, [10])

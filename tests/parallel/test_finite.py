@@ -26,7 +26,7 @@ def outcome(policy, values, norm=None, gradient=None):
     for batch, value in enumerate(values, 6):
         losses.record(batch, torch.tensor(math.nan))
         losses.record(batch, torch.tensor(value))  # it is computed again
-    losses.settle(model_with(gradient))
+    losses.reconcile(model_with(gradient))
     may_update = losses.allows_update(None if norm is None else torch.tensor(norm), step=3, epoch=1)
     if check.error is not None:
         assert not may_update
@@ -82,7 +82,7 @@ def test_a_finite_step_forgets_the_error_of_the_one_before():
     losses = RankFiniteCheck(check)
     for batch, value in enumerate((math.nan, 1.0)):
         losses.record(batch, torch.tensor(value))  # the first one after a decision begins another step
-        losses.settle(nn.Linear(1, 1))
+        losses.reconcile(nn.Linear(1, 1))
         losses.allows_update(None, step=0, epoch=0)
         if not math.isfinite(value):
             with pytest.raises(NonFiniteError):

@@ -307,7 +307,7 @@ def test_a_forward_before_the_optimizer_steps_does_not_keep_its_parameters(run_r
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_plain_model_has_nothing_to_settle():
+def test_a_plain_model_has_nothing_to_reconcile():
     assert not reconcile_gradients(nn.Linear(2, 2))
     assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(0, dtype=torch.uint8)) == 0
     assert reconcile_gradients(nn.Linear(2, 2), torch.tensor(2, dtype=torch.uint8)) == 2

@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 faults = Faults()
 
 
-class Subject:
+class SmallLoop:
     """A model, an optimizer and a scheduler."""
 
     can_undo_exceptions = can_undo = True
@@ -127,17 +127,17 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     repairs = []
-    subject = Subject(TrainingState(model, [optimizer], verify=True), scheduler)
+    loop = SmallLoop(TrainingState(model, [optimizer], verify=True), scheduler)
     transaction = StepTransaction(
         member,
-        subject,
+        loop,
         topology,
         policy=RetryPolicy(),
         device=device,
         on_repair=repairs.append,
     )
     if job.is_joining:
-        subject.load(member.wait_for_stops().trainer)
+        loop.load(member.wait_for_stops().trainer)
     member.job_store.arm()
     attempts = 0
     while True:

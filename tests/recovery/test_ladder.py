@@ -1,4 +1,4 @@
-"""The last rungs, as far as no process is needed: which checkpoint, how often, and who says so."""
+"""The last recovery levels, in one process: which checkpoint, how often, and which agent decides."""
 
 import json
 

@@ -33,6 +33,7 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
     RestartPolicy,
     WorkerExit,
 )
+from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture, EarlyDepartures
 from hyperpod_plugins.elastic.store.entry_records import (
     EndedEntry,
     EntryRecords,
@@ -44,7 +45,6 @@ from hyperpod_plugins.elastic.store.entry_records import (
     restart_from_newest,
 )
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
-from hyperpod_plugins.elastic.store.left_loops import EarlyDepartures, LeftLoop
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -234,7 +234,7 @@ def test_restarts_are_counted_by_place():
 def test_loops_that_were_left():
     job_store = JobStore.from_store("job", HashStore())
     of = {"entry": 1, "committed": 4, "generation": 2}
-    first, second = (LeftLoop(worker_id=each, incarnation=0, **of) for each in (0, 1))
+    first, second = (EarlyDeparture(worker_id=each, incarnation=0, **of) for each in (0, 1))
     departures = EarlyDepartures(job_store, 1)
     assert departures.present() == {}
     first.publish(job_store)
@@ -242,8 +242,8 @@ def test_loops_that_were_left():
     assert not departures.have_all_left(2, [0, 1])
     assert job_store.next_incarnation(0) == 1  # the process has ended, and is replaced
     assert departures.present() == {}
-    assert LeftLoop.of_process(job_store, 0, 0) == first
-    assert LeftLoop.of_process(job_store, 0, 1) is None
+    assert EarlyDeparture.of_process(job_store, 0, 0) == first
+    assert EarlyDeparture.of_process(job_store, 0, 1) is None
     second.publish(job_store)
     assert departures.have_all_left(2, [0, 1])  # all that were part of that generation
     assert not departures.have_all_left(3, [0, 1])
@@ -258,12 +258,12 @@ def test_each_record_of_a_loop_that_was_left_is_read_once(monkeypatch):
     departures = EarlyDepartures(job_store, 0)
     job_store.count("left_early/0", 1)  # its writer is lost before it writes its record, or late
     for worker_id in range(1, 4):
-        LeftLoop(worker_id=worker_id, incarnation=0, entry=0, committed=1, generation=0).publish(job_store)
+        EarlyDeparture(worker_id=worker_id, incarnation=0, entry=0, committed=1, generation=0).publish(job_store)
         for _ in range(2):
             assert departures.have_all_left(0, [1, 2, 3]) is (worker_id == 3)
             assert len(departures.present()) == worker_id
     assert sum(read) <= 4 * 3 + 3, read
-    late = LeftLoop(worker_id=0, incarnation=0, entry=0, committed=1, generation=0)
+    late = EarlyDeparture(worker_id=0, incarnation=0, entry=0, committed=1, generation=0)
     job_store.set("left_early/0/1", late.to_json().encode())
     assert departures.have_all_left(0, [0, 1, 2, 3])
     read.clear()
@@ -344,7 +344,7 @@ def test_attempts_at_one_place_of_a_loop():
         (0, 3, 4, 2),
         (0, 0, 4, 3),
     ]:
-        left = LeftLoop(worker_id=worker_id, incarnation=0, entry=0, committed=committed, generation=generation)
+        left = EarlyDeparture(worker_id=worker_id, incarnation=0, entry=0, committed=committed, generation=generation)
         assert left.count_attempts(job_store) == number, (worker_id, generation, committed)
 
 

@@ -124,7 +124,7 @@ def test_returns_of_an_earlier_fit_do_not_count():
         record_end(member.job_store, EndedEntry(number=number, kind="fit"))
 
 
-def subject_that_saves(path):
+def loop_that_saves(path):
     return SimpleNamespace(saving_group="saving", save=lambda given, **_: path)
 
 
@@ -132,7 +132,7 @@ def test_a_job_whose_rank_is_lost_too_often_saves_what_its_ranks_hold_and_ends()
     member, _store = member_of_one()
     plan = RecoveryPlan(step=5, roll_forward=(), senders={}, abort_reason="worker 2 was lost 8 times in step 5")
     with pytest.raises(RecoveryError, match="worker 2 was lost 8 times in step 5"):
-        JobShutdown(member, subject_that_saves("/saved")).end_job(plan, plan.abort_reason, error=None)
+        JobShutdown(member, loop_that_saves("/saved")).end_job(plan, plan.abort_reason, error=None)
     assert "step 5 was saved as /saved" in FailureRecord.from_json(member.job_store.try_get(GAVE_UP_KEY)).cause
 
 
@@ -147,7 +147,7 @@ def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkey
     left = {0: Arrival(incarnation=0, snapshots=(10,), source_snapshots=(10,))}
     late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", restarts_all=True)
     snapshots = SimpleNamespace(find=lambda owner, step: (owner, step), is_intact=lambda step: True)
-    shutdown = JobShutdown(member, subject_that_saves(str(rescued)))
+    shutdown = JobShutdown(member, loop_that_saves(str(rescued)))
     nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)
     topology = Topology(world_size=2, shard_degree=2, ranks_per_node=1)
     with pytest.raises(StateLost, match="rank 1 does not come back"):

@@ -3,7 +3,7 @@
 import pytest
 
 from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until, scan_interval_s
-from hyperpod_plugins.recovery.stop_reports import Look, StopView, next_look
+from hyperpod_plugins.recovery.stop_reports import StopAction, StopView, next_stop_action
 
 
 @pytest.mark.parametrize("world_size", [1, 16, 256, 4096, 16384])
@@ -55,19 +55,19 @@ def view(num_reports=0, lost=(), generation=2):
 @pytest.mark.parametrize(
     ("now", "seen", "is_due", "look"),
     [
-        (view(), None, False, Look.WAIT),
-        (view(), None, True, Look.READ),
-        (view(num_reports=3), None, False, Look.WAIT),
-        (view(num_reports=4), None, False, Look.READ),
-        (view(num_reports=3, lost=[1]), None, False, Look.READ),
-        (view(num_reports=3, lost=[1]), view(num_reports=3), False, Look.READ),
-        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), False, Look.WAIT),  # read already
-        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1], generation=1), False, Look.READ),
-        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), True, Look.READ),
-        (view(lost=range(3)), None, False, Look.WAIT),
-        (view(lost=range(4)), None, False, Look.ALL_LOST),
-        (view(num_reports=4, lost=range(4)), None, True, Look.ALL_LOST),
+        (view(), None, False, StopAction.WAIT),
+        (view(), None, True, StopAction.READ),
+        (view(num_reports=3), None, False, StopAction.WAIT),
+        (view(num_reports=4), None, False, StopAction.READ),
+        (view(num_reports=3, lost=[1]), None, False, StopAction.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3), False, StopAction.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), False, StopAction.WAIT),  # read already
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1], generation=1), False, StopAction.READ),
+        (view(num_reports=3, lost=[1]), view(num_reports=3, lost=[1]), True, StopAction.READ),
+        (view(lost=range(3)), None, False, StopAction.WAIT),
+        (view(lost=range(4)), None, False, StopAction.ALL_LOST),
+        (view(num_reports=4, lost=range(4)), None, True, StopAction.ALL_LOST),
     ],
 )
 def test_reports_are_read_when_they_may_be_complete(now, seen, is_due, look):
-    assert next_look(now, seen, is_due=is_due) is look
+    assert next_stop_action(now, seen, is_due=is_due) is look

@@ -24,7 +24,7 @@ from hyperpod_plugins.recovery.world_view import WorldView
 pytestmark = pytest.mark.slow_single  # threads that wait for each other
 
 SURVIVOR = Arrival(incarnation=0, committed=7, voted_step=8)
-NEWCOMER = Arrival(incarnation=1)
+JOINER = Arrival(incarnation=1)
 DEADLINE_S = 60.0
 
 
@@ -82,7 +82,7 @@ def plan_of(futures):
 
 
 def test_arrivals_pass_through_the_job_store():
-    arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), source_snapshots=(4,)), 2: NEWCOMER, 3: SURVIVOR}
+    arrivals = {0: SURVIVOR, 1: replace(SURVIVOR, snapshots=(4, 8), source_snapshots=(4,)), 2: JOINER, 3: SURVIVOR}
     assert from_texts({rank: to_text(each) for rank, each in arrivals.items()}) == arrivals
 
 
@@ -106,8 +106,8 @@ def test_a_process_is_replaced_after_it_arrived(play, connect):
     agent.next_incarnation(2)
     waiting = [play(0), play(1)]
     until(lambda: agent.num_arrived(1) == 3)  # full, and not complete
-    plan = plan_of([*waiting, play(2, NEWCOMER)])
-    assert plan == {0: SURVIVOR, 1: SURVIVOR, 2: NEWCOMER}
+    plan = plan_of([*waiting, play(2, JOINER)])
+    assert plan == {0: SURVIVOR, 1: SURVIVOR, 2: JOINER}
 
 
 def test_a_process_is_replaced_while_the_others_come(play, connect):
@@ -115,9 +115,9 @@ def test_a_process_is_replaced_while_the_others_come(play, connect):
     first = play(0)
     agent.arrive(1, 2, to_text(SURVIVOR))
     agent.next_incarnation(2)
-    second = play(2, NEWCOMER)
+    second = play(2, JOINER)
     until(lambda: agent.num_arrived(1) == 3)
-    assert plan_of([first, second, play(1)])[2] == NEWCOMER
+    assert plan_of([first, second, play(1)])[2] == JOINER
 
 
 def test_the_one_that_should_look_is_gone(play, connect):
@@ -174,7 +174,7 @@ def test_a_joiner_does_not_mind_who_is_outside(play, connect):
     job_store.next_incarnation(2)
     job_store.set("outside/1", b"1")
     outside = replace(SURVIVOR, in_step=False)
-    assert plan_of([play(0, outside), play(1, outside), play(2, NEWCOMER)])[2] == NEWCOMER
+    assert plan_of([play(0, outside), play(1, outside), play(2, JOINER)])[2] == JOINER
 
 
 def test_a_plan_that_names_what_a_process_was_ends_the_generation(play, connect):
@@ -189,8 +189,8 @@ def test_a_process_whose_place_was_taken_ends_alone(play, connect):
     waiting = play(2)
     until(lambda: agent.num_arrived(1) == 1)
     agent.next_incarnation(2)
-    plan = plan_of([play(0), play(1), play(2, NEWCOMER)])
-    assert plan[2] == NEWCOMER
+    plan = plan_of([play(0), play(1), play(2, JOINER)])
+    assert plan[2] == JOINER
     for late in (waiting, play(2)):
         with pytest.raises(RecoveryError, match="taken the place of rank 2"):
             late.result(DEADLINE_S)
@@ -261,25 +261,25 @@ def test_a_survivor_that_is_busy_outside_of_a_step_is_waited_for(play, connect):
         waiting.result(DEADLINE_S)
 
 
-def test_the_bell_rings_when_there_is_a_plan(connect):
-    bell, job_store = PlanWatcher(connect), connect()
-    bell.wait(1, timeout_s=0.05)  # nobody rings
+def test_the_watcher_returns_when_there_is_a_plan(connect):
+    watcher, job_store = PlanWatcher(connect), connect()
+    watcher.wait(1, timeout_s=0.05)  # there is none
     threading.Timer(0.2, lambda: connect().propose(1, {})).start()
     began_s = time.monotonic()
-    bell.wait(1, timeout_s=DEADLINE_S)
+    watcher.wait(1, timeout_s=DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S
     assert job_store.plan(1) == {}
-    bell.wait(1, timeout_s=DEADLINE_S)  # it has rung, so this is no wait
+    watcher.wait(1, timeout_s=DEADLINE_S)  # there is one, so this is no wait
 
 
-def test_the_bell_rings_after_a_generation_that_was_never_formed(connect):
-    bell = PlanWatcher(connect)
-    bell.wait(1, timeout_s=0.2)
+def test_the_watcher_returns_after_a_generation_that_was_never_formed(connect):
+    watcher = PlanWatcher(connect)
+    watcher.wait(1, timeout_s=0.2)
     for number in (2, 3):
-        bell.wait(number, timeout_s=0.05)
+        watcher.wait(number, timeout_s=0.05)
         connect().propose(number, {})
         began_s = time.monotonic()
-        bell.wait(number, timeout_s=DEADLINE_S)
+        watcher.wait(number, timeout_s=DEADLINE_S)
         assert time.monotonic() - began_s < DEADLINE_S
 
 

@@ -27,7 +27,7 @@ class Others:
 
     def __init__(self, peer, losses=(), outside=None, is_replaced=True):
         self.job = SimpleNamespace(incarnation=0)
-        self.job_store = SimpleNamespace(set=lambda key, value: None, end=lambda number, wish: None)
+        self.job_store = SimpleNamespace(set=lambda key, value: None, end=lambda number, failure: None)
         self.worker_id, self.generation, self.committed = 0, 0, 0
         self.step_times = StepTimes()
         self.peer, self.losses, self.outside, self.done = peer, list(losses), outside, []
@@ -110,8 +110,8 @@ def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_siz
     """Run a step in which rank 1 is lost in `lost_in`, "compute" or "vote", and count the calls."""
     votes, repairs = [], []
 
-    def vote(wish, passed=None):
-        votes.append(wish)
+    def vote(value, passed=None):
+        votes.append(value)
         if lost_in == "vote" and len(votes) == 1:
             break_groups("a test")
             return None
@@ -141,7 +141,7 @@ def run_step(others, monkeypatch, *, lost_in=None, commit_raises=None, world_siz
 
 
 def test_a_commit_knows_its_step_although_this_rank_counts_as_one_without_a_state(monkeypatch):
-    monkeypatch.setattr(step, "commit_vote", lambda wish, passed=None: 0)
+    monkeypatch.setattr(step, "commit_vote", lambda value, passed=None: 0)
     others = Others(None)
     others.committed = 3
     transaction = transaction_of(others, [])
@@ -247,13 +247,13 @@ def test_at_the_end_a_state_is_saved_unless_its_commit_raised(monkeypatch, raise
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_world_takes_over_right_after_the_vote_that_wished_for_it_or_not_at_all(monkeypatch, is_lost):
-    """After a fault, other ranks do not know of the wish: a replacement was not there, and others may be ahead."""
+    """After a fault, other ranks do not know of it: a replacement was not there, and others may be ahead."""
     others = Others(Arrival(incarnation=0, committed=1))
     others.is_elastic, votes, repairs = True, iter([2, None, 0] if is_lost else [2, 1, 0]), []
     others.yield_to_next_world = lambda: others.done.append("yield")
     monkeypatch.setattr(step, "reshard_if_asked", lambda *_: None)
 
-    def vote(wish, passed=None):
+    def vote(value, passed=None):
         result = next(votes)
         if result is None:
             others.peer = Arrival(incarnation=0, committed=2)  # it has seen the vote pass

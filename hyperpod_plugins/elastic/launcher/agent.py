@@ -58,9 +58,9 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
 )
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED, record_worker_exit
+from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture
 from hyperpod_plugins.elastic.store.entry_records import restart_from_newest
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, JobStore
-from hyperpod_plugins.elastic.store.left_loops import LeftLoop
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 logger = get_logger(__name__)
@@ -369,7 +369,7 @@ class WorkerExits:
         node, job_store, worker_id = self._node, self._node.job_store, slot.worker_id
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
-        left = LeftLoop.of_process(job_store, worker_id, slot.incarnation)
+        left = EarlyDeparture.of_process(job_store, worker_id, slot.incarnation)
         # A kill after `break` is no failed attempt at the loop.
         is_attempt = left is not None and not is_of_peer(error) and (code > 0 or left.error != "")
         node.uses_recovery |= uses_recovery(job_store)

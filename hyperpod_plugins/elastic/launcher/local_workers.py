@@ -226,7 +226,7 @@ class LocalWorkers:
         )
         for sink in self._sinks:
             if sink.stream in slot.logs.teed:
-                self._tee.follow(slot.logs.path(sink.stream), slot.prefix, sink)
+                self._tee.tail(slot.logs.path(sink.stream), slot.prefix, sink)
 
     def _after_fork_server(self, slots: Iterable[WorkerSlot]) -> list[tuple[WorkerSlot, int]]:
         """Handle the loss of the fork server: the kernel has killed its children; kill their process groups here."""

@@ -142,7 +142,7 @@ class Tee:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def follow(self, path: str, prefix: str, sink: Sink) -> None:
+    def tail(self, path: str, prefix: str, sink: Sink) -> None:
         """Copy `path`, which need not exist yet, to `sink`."""
         with self._lock:
             self._tails.append(_Tail(path, prefix, sink))

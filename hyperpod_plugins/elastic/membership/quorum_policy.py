@@ -42,7 +42,7 @@ class QuorumView:
         return tuple(rank for rank, number in self.expected.items() if self.arrived.get(rank) != number)
 
 
-class Action(enum.Enum):
+class QuorumAction(enum.Enum):
     """What to do next in forming a generation."""
 
     WAIT = "a rank is missing and may still arrive"
@@ -50,11 +50,11 @@ class Action(enum.Enum):
     GIVE_UP = "a rank has been missing for too long"
 
 
-def next_action(view: QuorumView, policy: MembershipPolicy) -> Action:
+def next_action(view: QuorumView, policy: MembershipPolicy) -> QuorumAction:
     """Decide what to do next; an arrived process that has been replaced since does not count."""
     if not view.missing:
-        return Action.FORM
-    return Action.GIVE_UP if view.waited_s > policy.replacement_timeout_s else Action.WAIT
+        return QuorumAction.FORM
+    return QuorumAction.GIVE_UP if view.waited_s > policy.replacement_timeout_s else QuorumAction.WAIT
 
 
 class GenerationBudget:

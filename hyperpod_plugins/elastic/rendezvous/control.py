@@ -127,7 +127,7 @@ class Ticket(JsonRecord):
         except (DistError, RendezvousConnectionError) as error:
             where = self.etcd_url or f"{self.host}:{self.port}"
             raise ConfigError(
-                f"nobody answers at {where} any more, where the job {self.run_id!r} was ({error}). If the job has "
+                f"no process answers at {where} any more, where the job {self.run_id!r} was ({error}). If the job has "
                 f"ended, remove {self.path}."
             ) from error
 

@@ -509,7 +509,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         deadline_s = time.monotonic() + self.closing_s
         while nodes and time.monotonic() < deadline_s:
             if time.monotonic() >= next_look_s:
-                liveness.look(rdzv_store.heartbeats(nodes))
+                liveness.update(rdzv_store.heartbeats(nodes))
                 next_look_s = time.monotonic() + heartbeat_s
             time.sleep(_POLL_S)
             nodes = {node for node in nodes.difference(rdzv_store.left()) if not liveness.is_lost(node)}

@@ -243,7 +243,7 @@ class LivenessTracker:
     """Number of such looks in a row that show a loss."""
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
-    def look(self, heartbeats: Mapping[str, int]) -> None:
+    def update(self, heartbeats: Mapping[str, int]) -> None:
         """Record the present heartbeat counts of exactly the nodes that are watched now."""
         seen: dict[str, tuple[int, int]] = {}
         for node, count in heartbeats.items():

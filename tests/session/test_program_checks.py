@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.session.own_schedulers import refuse_own_schedules
+from hyperpod_plugins.session.program_checks import refuse_own_schedules
 
 
 class WarmUp:

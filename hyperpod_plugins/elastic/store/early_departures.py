@@ -3,7 +3,8 @@
 A process that leaves its loop cannot know whether the program catches the exception, or whether the other ranks leave
 the loop, too. It records in the job store that it has left:
 
-* its agent reads the record when the process ends (`LeftLoop.of_process`), and counts attempts at one place of a loop;
+* its agent reads the record when the process ends (`EarlyDeparture.of_process`), and counts attempts at one place of
+  a loop;
 * ranks that stop for a fault look whether another one has left for good (`EarlyDepartures.present`);
 * once all ranks have left, the loop is over (`EarlyDepartures.have_all_left`).
 """
@@ -20,7 +21,7 @@ _OF_PROCESS, _OF_ENTRY, _ATTEMPTS = "left_loop", "left_early", "raised_at"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftLoop(JsonRecord):
+class EarlyDeparture(JsonRecord):
     """A loop that a process has left before its end."""
 
     worker_id: int
@@ -77,12 +78,12 @@ class EarlyDepartures:
         self._missing: list[int] = []
         """Numbers of records that have been counted, but are not written yet, or never will: their writers were
         lost."""
-        self._newest: dict[int, LeftLoop] = {}
+        self._newest: dict[int, EarlyDeparture] = {}
         """The record of the newest process of each worker."""
         self._members: defaultdict[int, set[int]] = defaultdict(set)
         """The workers that have left, by the last generation that they were part of."""
 
-    def present(self) -> Mapping[int, LeftLoop]:
+    def present(self) -> Mapping[int, EarlyDeparture]:
         """By worker_id, the processes that have left the entry early and have not been replaced since.
 
         Raises:
@@ -112,7 +113,7 @@ class EarlyDepartures:
         wanted = [*self._missing, *range(self._num_seen + 1, number + 1)]
         names = {f"{self._name}/{each}": each for each in wanted}
         found = self._job_store.try_get_all(list(names)) if names else {}
-        for left in map(LeftLoop.from_json, found.values()):
+        for left in map(EarlyDeparture.from_json, found.values()):
             known = self._newest.get(left.worker_id)
             if known is None or known.incarnation <= left.incarnation:
                 self._newest[left.worker_id] = left
