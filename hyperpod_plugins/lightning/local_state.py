@@ -432,7 +432,7 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
 
 def _modes_to_restore(trainer: Trainer) -> Modes | None:
     """While an evaluation has the model in evaluation mode: the modes that Lightning restores at its end."""
-    if trainer.training or trainer.lightning_module.training:
+    if trainer.lightning_module.training or trainer.training:
         return None
     loop = cast("Any", trainer._active_loop)  # of an evaluation
     return None if loop is None else loop._module_mode.mode
