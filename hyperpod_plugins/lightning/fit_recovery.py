@@ -59,7 +59,7 @@ from hyperpod_plugins.lightning.reentry import (
 )
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
-from hyperpod_plugins.lightning.trainer_entries import entries, rehearse_fit, save_entry_end
+from hyperpod_plugins.lightning.trainer_entries import ENTRY, entries, rehearse_fit, save_entry_end
 from hyperpod_plugins.lightning.trainer_state import (
     GROUPS,
     LOCAL,
@@ -689,6 +689,8 @@ class FitRecovery(NullFitRecovery):
                 self._restarted_at = untracked_in(self.trainer, checkpoint, entries.resumed_from)
                 make_loaders_as_others(self.trainer, self._restarted_at)
                 freeze_as_saved(self.trainer, self._restarted_at)
+            if checkpoint.get(ENTRY) == entries.number and entries.resumed_from:
+                limit_as_others(self.trainer, checkpoint)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
             self._end_if_rehearsed(steps_in(checkpoint, self.trainer), checkpoint["global_step"])
             self._reentry.open(self.trainer, part_of(checkpoint), b"")

@@ -63,7 +63,7 @@ from hyperpod_plugins.lightning.precision import HyperPodPrecision
 from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
-from hyperpod_plugins.lightning.trainer_entries import entries
+from hyperpod_plugins.lightning.trainer_entries import ENTRY, entries
 from hyperpod_plugins.lightning.trainer_state import LAYOUT, LOCAL, prepare_loader_hooks, rank_local_part, untracked
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage, averaging_callback
 from hyperpod_plugins.parallel import (
@@ -688,7 +688,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """This rank's rank-local part of a checkpoint; also adds the job's layout to the checkpoint itself."""
         local = checkpoint.pop(LOCAL, None) or self._recovery.fit.local_state
-        checkpoint[LAYOUT] = self.topology.layout
+        checkpoint |= {LAYOUT: self.topology.layout, ENTRY: entries.number}
         checkpoint.update(untracked(self._trainer) | checkpoint)
         return {**rank_local_part(checkpoint, self._trainer), LOCAL: local}
 
@@ -725,7 +725,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if state is not None:
             parts, described = state
             own = {rank: self._rank_local_part(dict(each)) for rank, each in described.items()}
-            checkpoint = {**checkpoint, LAYOUT: self.topology.layout}
+            checkpoint = {**checkpoint, LAYOUT: self.topology.layout, ENTRY: entries.number}
             self._checkpoints.save_parts(path, checkpoint, parts, module=self._module, rank_state=own)
             return path
         tensors: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}

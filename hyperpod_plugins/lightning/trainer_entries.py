@@ -47,6 +47,8 @@ from hyperpod_plugins.recovery.state_digests import state_digests, value_digest
 
 ENTRY_KINDS = {"_fit_impl": "fit", "_validate_impl": "validate", "_test_impl": "test", "_predict_impl": "predict"}
 """Kind of entry, by the name of the function that the Trainer launches."""
+ENTRY = "hyperpod:entry"
+"""Key of the number of the entry that wrote a checkpoint."""
 _MAX_PREDICTIONS_BYTES = 64 << 20
 
 entries = Entries()

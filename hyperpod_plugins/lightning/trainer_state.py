@@ -317,20 +317,25 @@ def _changed_by_loops(
         GROUPS: [hyperparameters(each) for each in trainer.optimizers],
         METRICS: tables_of(trainer) if metrics is None else metrics,
         LOGGED: logged,
-        _LIMITS: [getattr(loop, name) for loop, name in _limits(trainer)],
+        _LIMITS: _limits_of(trainer),
     }
 
 
-def _limits(trainer: Trainer) -> list[tuple[object, str]]:
-    """The loops' limits, which a program may change while it trains: a loop, and the name of its attribute."""
+def _limits_of(trainer: Trainer) -> dict[str, int | None]:
+    """The loops' limits, which a program may change while it trains."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    return [(fit, "max_epochs"), (fit, "min_epochs"), (epoch, "max_steps"), (epoch, "min_steps")]
+    return {
+        "max_epochs": fit.max_epochs,
+        "min_epochs": fit.min_epochs,
+        "max_steps": epoch.max_steps,
+        "min_steps": epoch.min_steps,
+    }
 
 
 def limit_as_others(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Set the loops' limits to those of a state that all ranks enter the loops with."""
-    for (loop, name), value in zip(_limits(trainer), checkpoint.get(_LIMITS, ()), strict=False):
-        setattr(loop, name, value)
+    """Set the loops' limits to those of a state of this fit that all ranks enter the loops with."""
+    for name, value in checkpoint.get(_LIMITS, {}).items():
+        setattr(trainer.fit_loop if name.endswith("epochs") else trainer.fit_loop.epoch_loop, name, value)
 
 
 def arguments(trainer: Trainer) -> dict[str, Any]:
@@ -395,7 +400,7 @@ def named_by_kind(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_checkpoint(described: dict[str, Any]) -> dict[str, Any]:
     """The entries of a description that belong in a Lightning checkpoint."""
-    known = {*_OF_DESCRIPTIONS} - {_SHOULD_STOP}
+    known = {*_OF_DESCRIPTIONS} - {_SHOULD_STOP, _LIMITS}
     return {name: value for name, value in described.items() if name not in known}
 
 
@@ -418,6 +423,7 @@ def untracked(trainer: Trainer) -> dict[str, Any]:
         _SAVED_AT: last_saves(trainer),
         _RELOADED_AT: reloaded,
         _FROZEN: frozen_parameters(trainer.lightning_module),
+        _LIMITS: _limits_of(trainer),
         _SETTINGS: {
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": None if algorithm is None else str(getattr(algorithm, "value", algorithm)),

@@ -360,6 +360,8 @@ class Snapshots:
         """Steps committed by this process or, until it commits any, by the one that it replaces; else NO_STATE."""
         self._complete = NO_STATE
         self._returned: Snapshot | None = None
+        self._loaded: Snapshot | None = None
+        """The snapshot that was loaded, until its step begins."""
         self._thread: threading.Thread | None = None
         self._refusal: str | None = None
         self._is_off = self._has_stalled = self._has_warned = False
@@ -645,7 +647,17 @@ class Snapshots:
         self._own.keep_only(step)
         self._of_source.keep_only(step)
         self._complete = step
-        self._returned = snapshot
+        self._returned = self._loaded = snapshot
+
+    def load_parameters_again(self, step: int) -> None:
+        """Restore the parameters of the snapshot that this rank has returned to, as its step begins.
+
+        A snapshot is taken when the hooks that precede a step have been called. After a return they are called again,
+        and may write to parameters, which then have been written twice.
+        """
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.step == step:
+            self._state.copy_parameters_from(loaded.header, loaded.data, f"the snapshot of step {step}")
 
     def take_returned(self) -> Snapshot | None:
         """The snapshot that this rank has restored since the last call, or None."""

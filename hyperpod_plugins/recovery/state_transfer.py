@@ -152,6 +152,18 @@ class TrainingState:
                 tensor.copy_(_typed(parts[name], tensor))
         freeze(self.model, described["frozen"])
 
+    def copy_parameters_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
+        """Load only the parameters of a state that `copy_from` has loaded before.
+
+        Raises:
+            RecoveryError: its bits have changed.
+        """
+        _, parts = self._take_apart(header, data, whose)
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                if _is_parameter(name):
+                    tensor.copy_(_typed(parts[name], tensor))
+
     def checkpoint_parts(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:
         """The recorded states of several ranks as parts of a checkpoint of this model, under its names.
 

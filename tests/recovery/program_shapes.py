@@ -1,5 +1,8 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
-"""What `test_shapes.py` runs: programs that register, resize and delete buffers, or exchange modules, as they train."""
+"""What `test_shapes.py` runs: programs that register, resize and delete buffers, or exchange modules, as they train.
+
+A hook that precedes each step writes to the parameters.
+"""
 
 import json
 import sys
@@ -63,6 +66,11 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_start(self):
         self.net.begin_epoch(self.current_epoch)
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch, index):
+        for parameter in self.net.parameters():
+            parameter.mul_(0.99)
 
     def training_step(self, batch, index):
         self.faults.at(f"step{index}", self.trainer)
