@@ -649,15 +649,15 @@ class Snapshots:
         self._complete = step
         self._returned = self._loaded = snapshot
 
-    def load_parameters_again(self, step: int) -> None:
-        """Restore the parameters of the snapshot that this rank has returned to, as its step begins.
+    def load_again(self, step: int) -> None:
+        """Restore parameters and optimizers of the snapshot that this rank has returned to, as its step begins.
 
         A snapshot is taken when the hooks that precede a step have been called. After a return they are called again,
-        and may write to parameters, which then have been written twice.
+        and what they write to parameters or to optimizers' state has then been written twice.
         """
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded.step == step:
-            self._state.copy_parameters_from(loaded.header, loaded.data, f"the snapshot of step {step}")
+            self._state.copy_all_but_buffers_from(loaded.header, loaded.data, f"the snapshot of step {step}")
 
     def take_returned(self) -> Snapshot | None:
         """The snapshot that this rank has restored since the last call, or None."""

@@ -152,8 +152,8 @@ class TrainingState:
                 tensor.copy_(_typed(parts[name], tensor))
         freeze(self.model, described["frozen"])
 
-    def copy_parameters_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
-        """Load only the parameters of a state that `copy_from` has loaded before.
+    def copy_all_but_buffers_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
+        """Load the parameters and the optimizers' state of a state that `copy_from` has loaded before.
 
         Raises:
             RecoveryError: its bits have changed.
@@ -161,7 +161,7 @@ class TrainingState:
         _, parts = self._take_apart(header, data, whose)
         with torch.no_grad():
             for name, tensor in self.tensors().items():
-                if _is_parameter(name):
+                if name in parts and (_is_parameter(name) or _is_optimizer_state(name)):
                     tensor.copy_(_typed(parts[name], tensor))
 
     def checkpoint_parts(self, recorded: Sequence[tuple[bytes, torch.Tensor]], whose: str) -> StateParts:

@@ -155,7 +155,7 @@ class StepTransaction:
         if self._rehearsal is not None and not self._has_reported_begin:
             self._rehearsal.at("setup", self.step)
         if self._snapshots is not None:
-            self._snapshots.load_parameters_again(self.step)
+            self._snapshots.load_again(self.step)
         if self._must_resize and not group_health.is_unavailable:
             self._yield_to_next_world()
         has_recovered, self._has_joined_step = self._has_joined_step or group_health.is_unavailable, False
