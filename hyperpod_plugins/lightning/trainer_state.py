@@ -446,7 +446,7 @@ def untracked_in(trainer: Trainer, checkpoint: dict[str, Any], path: str) -> dic
         names = (state.get("best_model_path"), state.get("last_model_path"), *state.get("best_k_models", ()))
         if Path(path).absolute() in [Path(name).absolute() for name in names if name]:
             values |= {"_last_global_step_saved": checkpoint["global_step"], "_last_checkpoint_saved": path}
-    names = _RELOADED_AT, _FROZEN, _SETTINGS
+    names = _RELOADED_AT, _FROZEN, _SETTINGS, _LIMITS
     return {name: checkpoint[name] for name in names if name in checkpoint} | {_SAVED_AT: saves}
 
 
