@@ -381,7 +381,7 @@ def test_a_job_that_loses_every_copy_of_a_shard_returns_to_the_last_snapshot(
 @pytest.mark.spawns
 def test_stock_torchrun_ends_all_workers_with_one(jobs, tmp_path):
     """A Trainer's snapshots outlive all of its processes, and so does where each of them stood."""
-    job = run(tmp_path, "full", ["backward", 11, 1, "kill"], launcher=TORCHRUN, args=RDZV)
+    job = run(tmp_path, "full", ["backward", 11, 1, "kill"], launcher=TORCHRUN, args=RDZV, timeout_s=250.0)
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == 1
     assert "all ranks return to the snapshot of step 10" in job.output  # the last checkpoint is of step 6
