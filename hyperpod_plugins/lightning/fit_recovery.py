@@ -689,8 +689,8 @@ class FitRecovery(NullFitRecovery):
                 self._restarted_at = untracked_in(self.trainer, checkpoint, entries.resumed_from)
                 make_loaders_as_others(self.trainer, self._restarted_at)
                 freeze_as_saved(self.trainer, self._restarted_at)
-            if checkpoint.get(ENTRY) == entries.number and entries.resumed_from:
-                limit_as_others(self.trainer, checkpoint)
+                if checkpoint.get(ENTRY) == entries.number:  # an earlier fit may have had other limits
+                    limit_as_others(self.trainer, checkpoint)
             self.trainer.should_stop = self.trainer.should_stop or was_asked_to_stop(checkpoint)
             self._end_if_rehearsed(steps_in(checkpoint, self.trainer), checkpoint["global_step"])
             self._reentry.open(self.trainer, part_of(checkpoint), b"")

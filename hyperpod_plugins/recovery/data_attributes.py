@@ -240,7 +240,8 @@ class DataAttributes:
             return False
         state, noted = self.present(), self._forked if for_workers else self._noted
         if self._is_elastic:
-            return self._refuse_changes(state)
+            self._refuse_changes(state)
+            return False
         data = pack(state)
         if data == (noted[-1][1] if noted else b"" if for_workers else pack({})):
             return False
@@ -252,12 +253,11 @@ class DataAttributes:
         del noted[:-_NUM_NOTED]
         return True
 
-    def _refuse_changes(self, state: dict[str, Any]) -> bool:
-        """Refuse what the program has changed, as nothing is sent; returns that nothing has been noted."""
+    def _refuse_changes(self, state: dict[str, Any]) -> None:
+        """Refuse what the program has changed, as nothing is sent."""
         changed = self._changed({}, state) - self._by_reading
         if changed:
             raise ConfigError(_refusal(sorted(changed), "are not sent in a job that changes its size"))
-        return False
 
     @staticmethod
     def _at(noted: list[tuple[DataPlace, bytes]], place: DataPlace) -> dict[str, Any]:

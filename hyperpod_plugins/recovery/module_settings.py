@@ -80,9 +80,16 @@ class ModuleSettings(MutableMapping[str, Any]):
     def _without_first(self, settings: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in settings.items() if _differs(value, self._first_of[name])}
 
+    def _setting(self, key: str) -> Any:
+        name, _, attribute = key.rpartition(".")
+        modes = self._modes_to_restore() if attribute == _MODE else None
+        return modes[name] if modes is not None and name in modes else vars(self._parts[name])[attribute]
+
     @override
     def __getitem__(self, key: str) -> Any:
-        return self._different()[key]
+        if not _differs(value := self._setting(key), self._first_of[key]):
+            raise KeyError(key)
+        return value
 
     @override
     def __setitem__(self, key: str, value: Any) -> None:
@@ -97,8 +104,7 @@ class ModuleSettings(MutableMapping[str, Any]):
 
     @override
     def __delitem__(self, key: str) -> None:
-        if key not in self._different():
-            raise KeyError(key)
+        _ = self[key]  # raises if it does not differ
         self[key] = self._first_of[key]
 
     @override

@@ -608,6 +608,7 @@ class Snapshots:
         Raises:
             PeerLost: a rank was lost meanwhile. No training state has been changed.
         """
+        self._loaded = None  # memory of snapshots may be written to
         to = self.source_rank if sources.get(self.source_rank) == self._rank else None
         self._hand_over(step, self._of_source, to, self._own, sources.get(self._rank))
         # Otherwise a rank whose buddy is new would have no second copy at the next fault.

@@ -306,7 +306,11 @@ class TrainingState:
 
     def _differing(self, described: dict[str, Any]) -> list[str]:
         """Parameters, and groups of optimizers, in which the described state differs from this one."""
-        ours = [(name, tuple(_local(each).shape), str(each.dtype)) for name, each in self._named_parameters()]
+        ours = [
+            (name, tuple(_local(each).shape), str(each.dtype))
+            for name, each in self._named_tensors()
+            if _is_parameter(name)
+        ]
         theirs = [(name, tuple(shape), dtype) for name, shape, dtype in described["tensors"] if _is_parameter(name)]
         if theirs != ours:
             return sorted({name for name, _, _ in set(theirs) ^ set(ours)}) or ["the order of parameters"]
@@ -346,10 +350,6 @@ class TrainingState:
         for module, prefix in self._modules():
             yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
             yield from ((f"buffer.{prefix}{name}", buffer) for name, buffer in module.named_buffers())
-
-    def _named_parameters(self) -> Generator[tuple[str, torch.Tensor]]:
-        for module, prefix in self._modules():
-            yield from ((f"parameter.{prefix}{name}", parameter) for name, parameter in module.named_parameters())
 
     def _modules(self) -> list[tuple[nn.Module, str]]:
         """The model and its average, each with the prefix of its names."""

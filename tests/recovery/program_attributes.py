@@ -2,7 +2,6 @@
 """What `test_attributes.py` runs: programs whose steps and hooks change Python attributes, and compute with them."""
 
 import copy
-import json
 import sys
 import warnings
 from collections import Counter, deque
@@ -14,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from meters import Meter
-from program_parts import RANK, Faults, checksum
+from program_parts import RANK, Faults, Place, checksum, run_kind
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -252,12 +251,6 @@ def fit(folder, faults):
     }
 
 
-class Place:
-    """A trainer to `Faults`: each is of epoch 0."""
-
-    sanity_checking, current_epoch = False, 0
-
-
 def loop(folder, faults):
     scripted = Faults(faults.split(), folder)
     session = Session(hybrid_shard_degree=2, checkpoint_folder=folder)
@@ -276,13 +269,5 @@ def loop(folder, faults):
     return {"net": model.values(), "state": TrainingState(model, [optimizer]).checksum()}
 
 
-def main(folder, text):
-    """Run `fit` or `loop` with faults: the kind and they are the words of `text`."""
-    pl.seed_everything(0)
-    kind, _, faults = text.partition(" ")
-    result = {"fit": fit, "loop": loop}[kind](folder, faults)
-    Path(folder, f"rank{RANK}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_kind({"fit": fit, "loop": loop}, *sys.argv[1:])

@@ -4,7 +4,6 @@
 A hook that precedes each step writes to the parameters.
 """
 
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +12,7 @@ warnings.filterwarnings("ignore")
 
 import lightning.pytorch as pl
 import torch
-from program_parts import RANK, Faults, checksum
+from program_parts import Faults, Place, checksum, run_kind
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -105,12 +104,6 @@ def fit(folder, faults):
     return {"buffers": module.net.values(), "persistent": persistent, "parameters": checksum(module)}
 
 
-class Place:
-    """A trainer to `Faults`."""
-
-    sanity_checking, current_epoch = False, 0
-
-
 def loop(folder, faults):
     scripted = Faults(faults.split(), folder)
     session = Session(hybrid_shard_degree=2)
@@ -133,13 +126,5 @@ def loop(folder, faults):
     return {"buffers": model.values(), "state": TrainingState(model, [optimizer]).checksum()}
 
 
-def main(folder, text):
-    """Run `fit` or `loop` with faults: the kind and they are the words of `text`."""
-    pl.seed_everything(0)
-    kind, _, faults = text.partition(" ")
-    result = {"fit": fit, "loop": loop}[kind](folder, faults)
-    Path(folder, f"rank{RANK}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_kind({"fit": fit, "loop": loop}, *sys.argv[1:])
