@@ -22,6 +22,10 @@ hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow 
 hypothesis.settings.load_profile("shared machine")
 
 
+def pytest_collection_finish():
+    harness.preload()  # again: benchmarks that were imported have said what their own ranks import
+
+
 @pytest.fixture(scope="session")
 def run_ranks():
     return harness.run_ranks

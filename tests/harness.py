@@ -37,9 +37,17 @@ _PRELOAD = [
     "hyperpod_plugins.lightning",  # and most others; half a second of each rank otherwise
     "hyperpod_plugins.session",
     "hyperpod_plugins.accelerate",
+    "hyperpod_plugins.elastic.launcher.main",  # for tests of how agents end
 ]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+
+
+def preload() -> None:
+    """Have the fork server import what ranks do. A process has one, and the last who said what it imports is heard."""
+    _context.set_forkserver_preload(_PRELOAD)
+
+
+preload()
 
 
 class RanksFailed(AssertionError):

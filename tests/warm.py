@@ -290,7 +290,10 @@ if __name__ == "__main__":
     from hyperpod_plugins.elastic.launcher import fork_client, fork_server
     from hyperpod_plugins.elastic.launcher import main as launcher
 
-    fork_server.preload(launcher.modules_to_preload("torch,default,hyperpod_plugins.session"))
+    named = (
+        "torch,default,hyperpod_plugins.session,hyperpod_plugins.accelerate,transformers.models.llama.modeling_llama"
+    )
+    fork_server.preload(launcher.modules_to_preload(named))
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     marked = become_agent(request)
     seed = fork_seed()

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["hyperpod_plugins.elastic.launcher.main"])
 
 END_S = 5.0
 """From the end of the job, or a signal, to the end of an agent."""
@@ -259,6 +258,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=4)
     args = parser.parse_args()
+    _context.set_forkserver_preload(["hyperpod_plugins.elastic.launcher.main"])
     wrong = 0
     with ThreadPoolExecutor(args.parallel) as pool:
         for error in pool.map(run, range(args.seed, args.seed + args.count)):

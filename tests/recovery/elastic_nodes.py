@@ -90,12 +90,11 @@ class Nodes(Recorded):
 
     script = "ranks_elastic.py"
 
-    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint="", nnodes="1:4", last_call_s=None):
+    def __init__(self, folder, tokens, launcher=HYPERPODRUN, num_ranks=1, endpoint="", nnodes="1:4", last_call_s=2):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = port = free.getsockname()[1]
         # Whoever comes before the program takes joiners in makes all begin again, and waits for others like it.
-        last_call_s = (2 if launcher == TORCHRUN else 0) if last_call_s is None else last_call_s
         conf = f"--rdzv-conf=keep_alive_interval=0.2,last_call_timeout={last_call_s}"
         self.folder, self.launcher, self.num_ranks = folder, launcher, num_ranks
         self.args = (
@@ -123,7 +122,7 @@ class Nodes(Recorded):
             "num_ranks": self.num_ranks,
             "environ": self.environ,
             "args": (*self.args, *args),
-            "prefix": prefix or ("env",),  # by exec: a node that comes at once finds that a lost one still has its slot
+            "prefix": prefix,
             "launcher": self.launcher,
         }
         self.agents[name] = start(self.script, folder, **options)

@@ -189,9 +189,8 @@ def test_increments(nodes):
     """One replica or three: a second node waits for a third, and is left out with it."""
     nodes.environ |= {"MAX_REPLICAS": "3", "INCREMENT": "2"}
     nodes.start("a")
-    nodes.await_store()
+    nodes.await_size(1)  # two that begin together are refused
     nodes.start("b")
-    nodes.await_size(1)
     nodes.start("c")
     nodes.await_size(3)
     nodes.lose("c")
