@@ -263,6 +263,21 @@ def test_a_joiner_makes_them_begin_again_with_more(nodes):
     assert {nodes.enter(first)[0][1], second.result(PATIENCE_S)[1]} == {2}
 
 
+def test_a_joiner_waits_for_those_that_it_makes_begin_again(nodes):
+    """Alone, it would be the one that another joiner makes begin again, and so on for ever."""
+    first, other = (nodes.node(1, 3, last_call_s=0) for _ in range(2))
+    nodes.enter(first)
+    second = nodes.submit(other)
+    await_(lambda: first.num_nodes_waiting() == 1)
+    time.sleep(0.3)  # the first ends its workers
+    assert not second.done()
+    assert {nodes.enter(first)[0][1], second.result(PATIENCE_S)[1]} == {2}
+    third = nodes.submit(nodes.node(1, 3, last_call_s=0))
+    await_(lambda: first.num_nodes_waiting() == 1)
+    nodes.vanish(other)
+    assert {nodes.enter(first)[0][1], third.result(PATIENCE_S)[1]} == {2}
+
+
 def test_nobody_begins_again_once_a_member_has_something_to_recover(nodes):
     """Whoever comes first decides: the node that wants to take part, or the member that begins to train."""
     nodes.enter(nodes.node(1, 2))

@@ -57,6 +57,15 @@ def test_a_round_of_those_that_were_in_the_last_one(here, step):
     assert next_step(view, POLICY) == Decision(step)
 
 
+@pytest.mark.parametrize(
+    ("here", "called_s", "step"),
+    [("ab", 39.9, JoinStep.WAIT), ("ab", 40.0, JoinStep.PROPOSE), ("abc", 0.0, JoinStep.PROPOSE)],
+)
+def test_a_round_waits_for_those_of_the_one_before_that_end_their_workers(here, called_s, step):
+    view = RendezvousView(node="a", candidates=tuple(here), called_s=called_s, awaits_former=True)
+    assert next_step(view, POLICY) == Decision(step)
+
+
 ALL = held("a", "b", "c")
 
 

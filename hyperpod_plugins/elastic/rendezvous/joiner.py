@@ -1,8 +1,6 @@
 """How a node gets a slot: it looks, decides (`slots.py`) and acts until it has one."""
 
 import time
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -18,7 +16,6 @@ from hyperpod_plugins.elastic.rendezvous.keep_alive import KeepAlive, can_take_j
 from hyperpod_plugins.elastic.rendezvous.slots import (
     Decision,
     JoinStep,
-    LeaseState,
     NodeAssignment,
     RendezvousView,
     SlotLease,
@@ -105,6 +102,9 @@ class RendezvousJoiner:
         gone = set(self.rdzv_store.left()) if leases is None else set[str]()
         candidates = self.rdzv_store.candidates(self.round_number) if leases is None else ()
         here = tuple(name for name in candidates if not (name in gone or self._keep_alive.is_lost(name)))
+        former = self.rdzv_store.members(self.round_number - 1) if leases is None else ()
+        away = {name for name in former if not (name in here or name in gone or self._keep_alive.is_lost(name))}
+        end = self.rdzv_store.round_end(self.round_number - 1) if leases is None else None
         if self._enough_s is None and len(here) >= self._policy.min_nodes:
             self._enough_s = time.monotonic()
         can_absorb_others = leases is not None and can_take_joiners(self.job_store)
@@ -112,7 +112,8 @@ class RendezvousJoiner:
             node=self._keep_alive.node,
             candidates=here,
             called_s=0.0 if self._enough_s is None else time.monotonic() - self._enough_s,
-            are_all_back=leases is None and self._are_all_back(here, gone),
+            are_all_back=end is not None and end.step >= 0 and not away,
+            awaits_former=bool(away),
             leases=leases,
             has_entered=has_entered,
             can_absorb=can_absorb_others,
@@ -120,17 +121,6 @@ class RendezvousJoiner:
             can_grow=leases is not None and elastic_spec_of(self.job_store) is not None,
             restart_requested=leases is not None and self.job_store.try_get(RESTART_KEY) is not None,
         )
-
-    def _are_all_back(self, here: Sequence[str], gone: AbstractSet[str]) -> bool:
-        """Whether all nodes that restart together at a worker's request are present or have left."""
-        end = self.rdzv_store.round_end(self.round_number - 1)
-        if end is None or end.step < 0:
-            return False
-        before, waited_for = (
-            self.rdzv_store.leases(self.round_number - 1) or (),
-            (LeaseState.HELD, LeaseState.DONE_RESTARTABLE),
-        )
-        return all(lease.node in here or lease.node in gone for lease in before if lease.state in waited_for)
 
     def _act(self, decision: Decision, view: RendezvousView) -> NodeAssignment | None:
         """Carry out a decision; returns the assignment if it led to one."""

@@ -315,11 +315,7 @@ class KeepAlive:
             self._switch_round(number)
         self._endpoint.keep_alive(number, rdzv_store)
         leases = rdzv_store.leases(number)
-        holders = [
-            lease.node for lease in leases or () if lease.state in (LeaseState.HELD, LeaseState.DONE_RESTARTABLE)
-        ]
-        nodes = rdzv_store.candidates(number) if leases is None else holders
-        self._liveness.update(rdzv_store.heartbeats(watched_peers(nodes, self.node)))
+        self._liveness.update(rdzv_store.heartbeats(watched_peers(rdzv_store.expected(number), self.node)))
         if leases is not None:
             self._expire_silent(number, leases)
         if self._controller is not None:

@@ -126,6 +126,10 @@ class NodeAssignment:
         return f"agent of node {self.slot}"
 
 
+FORMER_S = 30.0
+"""How much longer than the last call a round waits for nodes of the one before it, which still end their workers."""
+
+
 class JoinStep(enum.Enum):
     """What a node that wants a slot does next."""
 
@@ -150,6 +154,8 @@ class RendezvousView:
     """Seconds since this node saw `min_nodes` candidates."""
     are_all_back: bool = False
     """Whether a worker requested the end of the previous round and all its surviving nodes are present."""
+    awaits_former: bool = False
+    """Whether a node of the previous round is neither present, nor silent, nor has left."""
     leases: tuple[SlotLease, ...] | None = None
     """Leases of the slots, by slot; None before the round has started."""
     has_entered: bool = False
@@ -223,7 +229,9 @@ def watched_peers(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
 
 def _is_time(view: RendezvousView, policy: SlotPolicy) -> bool:
     here = len(view.candidates)
-    is_called = view.called_s >= policy.last_call_s or view.are_all_back
+    # Without the former nodes, whoever makes them begin again would start alone, and they would do the same to it.
+    last_call_s = policy.last_call_s + (FORMER_S if view.awaits_former else 0.0)
+    is_called = view.called_s >= last_call_s or view.are_all_back
     return here >= policy.max_nodes or (here >= policy.min_nodes and is_called)
 
 
