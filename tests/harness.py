@@ -26,25 +26,12 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
-    "torch._dynamo",  # the first step of an optimizer imports it
-    "lightning.pytorch",
-    "transformers.models.llama.modeling_llama",
-    "hyperpod_plugins.lightning",  # and most others; half a second of each rank otherwise
-    "hyperpod_plugins.session",
-    "hyperpod_plugins.accelerate",
-    "hyperpod_plugins.elastic.launcher.main",  # for tests of how agents end
-]
 _context = multiprocessing.get_context("forkserver")
 
 
 def preload() -> None:
     """Have the fork server import what ranks do. A process has one, and the last who said what it imports is heard."""
-    _context.set_forkserver_preload(_PRELOAD)
+    _context.set_forkserver_preload(["preloaded"])
 
 
 preload()

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 START_S = 120.0
@@ -290,10 +291,9 @@ if __name__ == "__main__":
     from hyperpod_plugins.elastic.launcher import fork_client, fork_server
     from hyperpod_plugins.elastic.launcher import main as launcher
 
-    named = (
-        "torch,default,hyperpod_plugins.session,hyperpod_plugins.accelerate,transformers.models.llama.modeling_llama"
-    )
-    fork_server.preload(launcher.modules_to_preload(named))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the allocator of datasets has a thread
+        fork_server.preload(["preloaded"])
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     marked = become_agent(request)
     seed = fork_seed()

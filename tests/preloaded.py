@@ -1,0 +1,28 @@
+"""What ranks of tests need, imported and computed before they are forked: seconds of each of thousands otherwise."""
+
+import contextlib
+import importlib
+
+import lightning.pytorch  # noqa: F401
+import torch
+import torch._dynamo  # the first step of an optimizer imports it
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import transformers
+
+import hyperpod_plugins.accelerate
+import hyperpod_plugins.elastic.launcher.main
+import hyperpod_plugins.lightning
+import hyperpod_plugins.session  # noqa: F401
+from hyperpod_plugins.parallel.module_chains import find_chains
+
+for name in ("torchao.float8", "datasets"):  # accelerate imports the second for each loader
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+_config = transformers.LlamaConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+)
+with torch.device("meta"):
+    find_chains(transformers.LlamaForCausalLM(_config))  # parses the sources of transformers, and keeps what it found
