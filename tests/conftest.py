@@ -22,8 +22,9 @@ hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow 
 hypothesis.settings.load_profile("shared machine")
 
 
-def pytest_collection_finish():
-    harness.preload()  # again: benchmarks that were imported have said what their own ranks import
+def pytest_collection_finish(session):
+    if any(item.get_closest_marker("spawns") for item in session.items):
+        harness.start_fork_server()  # before a benchmark under test starts one that imports less
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
@@ -29,12 +30,19 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 
 
-def preload() -> None:
-    """Have the fork server import what ranks do. A process has one, and the last who said what it imports is heard."""
+def start_fork_server() -> None:
+    """Start the process that ranks are forked from, unless it runs.
+
+    A process has one, which imports what the last caller said, and what it does not find it leaves out without a word.
+    """
     _context.set_forkserver_preload(["preloaded"])
-
-
-preload()
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 class RanksFailed(AssertionError):
@@ -56,6 +64,7 @@ def run_ranks(
         cloudpickle.register_pickle_by_value(module)
     source = getattr(module, "__file__", None) if module is not None else None
     payload = cloudpickle.dumps((fn, args, kwargs))
+    start_fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]

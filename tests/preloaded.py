@@ -17,7 +17,15 @@ import hyperpod_plugins.lightning
 import hyperpod_plugins.session  # noqa: F401
 from hyperpod_plugins.parallel.module_chains import find_chains
 
-for name in ("torchao.float8", "datasets"):  # accelerate imports the second for each loader
+_OPTIONAL = (
+    "datasets",  # accelerate imports it for each loader
+    "peft",
+    "torchao.float8",
+    "torchmetrics",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+for name in _OPTIONAL:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -25,4 +33,6 @@ _config = transformers.LlamaConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
 )
 with torch.device("meta"):
-    find_chains(transformers.LlamaForCausalLM(_config))  # parses the sources of transformers, and keeps what it found
+    find_chains(
+        transformers.AutoModelForCausalLM.from_config(_config)
+    )  # parses the sources of transformers, and keeps what it found
