@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 from typing_extensions import override
 
-from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.recovery.attribute_values import SCALARS
 from hyperpod_plugins.recovery.held_objects import INTERNAL
 from hyperpod_plugins.recovery.program_collectives import is_library
@@ -56,7 +56,14 @@ class ModuleSettings(MutableMapping[str, Any]):
 
     def _present(self) -> list[Any]:
         """One setting, or a tuple of all, for each module."""
-        return [read(table) for read, table in self._reads]
+        try:
+            return [read(table) for read, table in self._reads]
+        except KeyError:
+            gone = [f"{name}.{key}" for name, keys in self._keys for key in keys if key not in vars(self._parts[name])]
+            raise ConfigError(
+                f"the program has deleted {', '.join(gone)}, an attribute of a library's module, which replacements "
+                "of lost ranks could not be told. Set it to None instead, or delete it before the fit."
+            ) from None
 
     def _by_name(self, settings: list[Any]) -> dict[str, Any]:
         return {

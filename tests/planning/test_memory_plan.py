@@ -1,14 +1,12 @@
 """Plans of memory, against what is tracked in steps that run."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import torch.distributed as dist
+import transformers
+from planning.memory_layouts import IN_SUITE, SHAPE, WAYS, compare, mixtral, sizes, tokens
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hyperpod_plugins.comm import GroupKey, new_axis_group
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig
@@ -21,99 +19,9 @@ from hyperpod_plugins.planning import (
     plan_memory,
     smallest_degrees,
 )
-from hyperpod_plugins.recovery.snapshot import COPIES, SnapshotPolicy, Snapshots
-from hyperpod_plugins.recovery.state_transfer import TrainingState
+from hyperpod_plugins.recovery.snapshot import COPIES
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
-SHAPE = TrainingShape(micro_batch_size=2, sequence_length=256, keeps_gradients=True)
-WAYS = {
-    "whole": {},
-    "recomputed": {"activation_checkpointing": "full"},
-    "selective": {"activation_checkpointing": "selective"},
-    "offloaded": {"activation_offload": True},
-    "chunks and tiles": {"activation_offload": True, "loss_chunks": 4, "mlp_tiles": 4},
-}
-SNAPSHOTS_OF = "full shard 4, recomputed"
-LAYOUTS = {
-    "hsdp 2x2": {"hybrid_shard_degree": 2},
-    "full shard 4, recomputed": {"activation_checkpointing": "full"},
-    "full shard 4, offloaded, chunks, tiles": WAYS["chunks and tiles"],
-    "full shard 4, parameters on the host": {"param_offload": True},
-    "full shard 4, optimizer on the host": {"optimizer_offload": True},
-    "tp 2 x shard 2": {"tensor_parallel_degree": 2},
-    "tp 2 x shard 2, recomputed, loss parallel": {
-        "tensor_parallel_degree": 2,
-        "activation_checkpointing": "full",
-        "loss_parallel": True,
-    },
-    "tp 2 x shard 2, split sequence": {"tensor_parallel_degree": 2, "sequence_parallel": True},
-    "tp 2 x shard 2, split sequence, offloaded, chunks": {
-        "tensor_parallel_degree": 2,
-        "sequence_parallel": True,
-        "activation_offload": True,
-        "loss_chunks": 4,
-    },
-    "hsdp 2x2, recomputed, chunks, tiles": {
-        "hybrid_shard_degree": 2,
-        "activation_checkpointing": "full",
-        "loss_chunks": 4,
-        "mlp_tiles": 4,
-    },
-    "bf16, offloaded, chunks": {"precision": "bf16-mixed", "activation_offload": True, "loss_chunks": 4},
-    "bf16, offloaded, chunks, tiles": {"precision": "bf16-mixed", **WAYS["chunks and tiles"]},
-    "float8, gathered in float8": {
-        "precision": "bf16-mixed",
-        "float8_recipe": "tensorwise",
-        "float8_all_gather": True,
-    },
-    "contexts of 2": {"context_parallel_degree": 2},
-    "contexts of 2, recomputed": {"context_parallel_degree": 2, "activation_checkpointing": "full"},
-    "contexts of 4, keys gathered, offloaded, chunks, tiles": {
-        "context_parallel_degree": 4,
-        **WAYS["chunks and tiles"],
-    },
-    "experts 2 x shard 2": {"precision": "bf16-mixed", "expert_parallel_degree": 2},
-    "experts 4, contexts of 2": {
-        "precision": "bf16-mixed",
-        "expert_parallel_degree": 4,
-        "context_parallel_degree": 2,
-    },
-    "float8 rowwise, recomputed": {
-        "precision": "bf16-mixed",
-        "float8_recipe": "rowwise",
-        "activation_checkpointing": "full",
-    },
-}
-
-
-def sizes(layers=4, width=128, **options):
-    return transformers.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        **options,
-    )
-
-
-def mixtral(**options):
-    return transformers.MixtralConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=8, use_cache=False, experts_implementation="grouped_mm", **options,
-    )  # fmt: skip
-
-
-def model_for(config):
-    """The configuration of the model that a layout is measured with."""
-    return mixtral() if config.expert_parallel_degree > 1 else sizes()
-
-
-def tokens(generator=None):
-    return torch.randint(2048, (SHAPE.micro_batch_size, SHAPE.sequence_length), generator=generator)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,63 +47,11 @@ def test_activations_are_those_of_a_step(way, options):
     )
 
 
-def measured(layouts):
-    from hyperpod_plugins.memory import offload
-    from hyperpod_plugins.parallel import build_mesh, loss_parallel_context, parallelize
-
-    dist.init_process_group("hyperpod")
-    found = {}
-    for name, options in layouts.items():
-        config, tracker = ParallelConfig.of(options), TrackedMemory()
-        offload.HostPool = lambda device, tracker=tracker: UncountedPool(device, tracker)
-        topology = config.topology(dist.get_world_size())
-        mesh = build_mesh(topology, "cpu")
-        samples = torch.Generator().manual_seed(topology.data_rank(dist.get_rank()))
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(model_for(config))
-        with tracker:
-            parallelize(model, mesh, config)
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            for _ in range(3):
-                tracker.peak = tracker.current
-                with loss_parallel_context(config):
-                    model(input_ids=(batch := tokens(samples)), labels=batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-        found[name] = tracker.peak
-        if name == SNAPSHOTS_OF:
-            kept = snapshots_kept(model, optimizer, config)
-    return found, kept
-
-
-def snapshots_kept(model, optimizer, config):
-    """Bytes of the snapshots that this rank keeps, its own and those of another."""
-    topology = config.topology(dist.get_world_size())
-    group = new_axis_group(GroupKey("snapshot", is_strict=True), range(topology.world_size))
-    snapshots = Snapshots(SnapshotPolicy(every_steps=1), TrainingState(model, [optimizer]), topology, group)
-    for step in range(4):
-        snapshots.maybe_snapshot(step, lambda: b"")
-    snapshots.wait()
-    buffers = snapshots._own, snapshots._of_source
-    return sum(buffer.find(step).data.nbytes for buffer in buffers for step in buffer.steps)
-
-
 @pytest.mark.spawns
-def test_a_rank_needs_what_is_planned(run_ranks):
-    configs = {name: ParallelConfig.of(options) for name, options in LAYOUTS.items()}
-    plans = {name: plan_memory(model_for(each), each, SHAPE, world_size=4) for name, each in configs.items()}
-    with_snapshots = replace(SHAPE, has_snapshots=True)
-    config = ParallelConfig.of(LAYOUTS[SNAPSHOTS_OF])
-    snapshots = plan_memory(sizes(), config, with_snapshots, world_size=4).host_snapshots
-    ranks = run_ranks(measured, LAYOUTS, world_size=4, timeout_s=240)
-    assert [kept for _, kept in ranks] == [pytest.approx(snapshots, rel=0.01)] * 4  # buffers, counts of steps, too
-    for name, plan in plans.items():
-        used = plan.parameters + plan.gradients + plan.optimizer + plan.gathered + plan.activations
-        used += plan.host_state  # here, the host is the device
-        peaks = [found[name] for found, _ in ranks]
-        if configs[name].expert_parallel_degree > 1:  # some ranks get more rows, and others fewer
-            peaks = [sum(peaks) / len(peaks)]
-        assert peaks == [pytest.approx(used, rel=0.04)] * len(peaks), name
+def test_a_rank_needs_what_is_planned():
+    comparisons, snapshots, kept = compare(IN_SUITE, timeout_s=240.0)
+    assert [each for each in comparisons if not each.fits] == []
+    assert kept == [pytest.approx(snapshots, rel=0.01)] * 4  # buffers, and counts of steps, too
 
 
 def test_a_tensor_around_others_takes_their_memory():

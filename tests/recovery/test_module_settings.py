@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.recovery.attributes import PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.module_settings import ModuleSettings
 from hyperpod_plugins.recovery.packing import pack, unpack
@@ -92,3 +92,10 @@ def test_settings_of_modules_that_are_not_here_are_refused():
     attributes = attributes_of(Own())
     with pytest.raises(CheckpointMismatch, match=r"net\.9\.p"):
         attributes.load_state_dict({"setting": {"net.9.p": 0.5}})
+
+
+def test_an_attribute_that_the_program_deletes_is_named():
+    attributes = attributes_of(own := Own())
+    del own.net[1].momentum, own.net[2].p
+    with pytest.raises(ConfigError, match=r"deleted net\.1\.momentum, net\.2\.p"):
+        attributes.state_dict()
