@@ -1,6 +1,7 @@
 """What ranks of tests need, imported and computed before they are forked: seconds of each of thousands otherwise."""
 
 import contextlib
+import gc
 import importlib
 
 import lightning.pytorch  # noqa: F401
@@ -36,3 +37,6 @@ with torch.device("meta"):
     find_chains(
         transformers.AutoModelForCausalLM.from_config(_config)
     )  # parses the sources of transformers, and keeps what it found
+
+gc.collect()
+gc.freeze()  # as a fork server does: what is forked neither looks at these objects, nor frees each of them as it ends
