@@ -9,14 +9,17 @@ WORKERS ?= 2
 # For `make gpu`: an interpreter that has torch with CUDA, Lightning and pytest. Nothing is installed there.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-fast check bench gpu docs clean
+.PHONY: demo test test-all test-fast check bench gpu docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor parallel; then lose a process in the middle, and end with the same bits
 	$(BIN)/python examples/train_lm.py --steps 80
 	$(BIN)/python examples/show_recovery.py --steps 60
 
-test: $(VENV)/test.stamp          ## every test, WORKERS at a time
+test: $(VENV)/test.stamp          ## every test but variants of others, WORKERS at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not variant"
+
+test-all: $(VENV)/test.stamp      ## every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-fast: $(VENV)/test.stamp     ## the pure tests: no processes

@@ -89,7 +89,9 @@ def test_an_accelerator_follows_its_session_to_other_sizes(tmp_path):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize(
+    "state_dict_type", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.variant)]
+)
 def test_a_job_that_has_loaded_a_state_of_accelerate_is_repaired_in_place(state_dict_type, tmp_path):
     environ = {"SAVED": str(tmp_path / "saved"), "STATE_DICT_TYPE": state_dict_type}
     program = {"script": "../accelerate_adapter/program_load_state.py", "num_ranks": 2, "environ": environ}

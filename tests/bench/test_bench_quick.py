@@ -43,6 +43,7 @@ def test_ways_to_save_memory_compute_the_same_and_fit_eight_times_the_tokens(tmp
     assert longest["tokens"] >= 8 * samples[0]["tokens"]
 
 
+@pytest.mark.variant
 def test_ways_to_load_a_pretrained_model_give_the_same_shards(tmp_path):
     ways = ("delayed", "delayed on rank 0")
     samples = run_quickly("load_pretrained.py", tmp_path, "--ranks", "2", "--ways", *ways)  # it fails where they differ

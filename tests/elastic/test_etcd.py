@@ -299,7 +299,7 @@ def test_its_connections_are_no_wires_of_a_group(etcd):
 # -- jobs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[HYPERPODRUN, TORCHRUN])
+@pytest.fixture(params=[HYPERPODRUN, pytest.param(TORCHRUN, marks=pytest.mark.variant)])
 def nodes(request, etcd, tmp_path):
     """Agents of one job that meet in etcd."""
     nodes = Nodes(tmp_path, write_ids(tmp_path / "ids"), request.param)

@@ -43,7 +43,8 @@ def run_both(folder, faults, num_ranks, steps_lost=0, **environ):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "optimizer"), [("session", "muon"), ("lightning", "adafactor"), ("lightning", "lars")]
+    ("adapter", "optimizer"),
+    [("session", "muon"), ("lightning", "adafactor"), pytest.param("lightning", "lars", marks=pytest.mark.variant)],
 )
 def test_a_fault_inside_the_optimizers_step(adapter, optimizer, tmp_path):
     run_both(tmp_path, FAULTS, 4, ADAPTER=adapter, OPTIMIZER=optimizer)

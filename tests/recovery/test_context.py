@@ -37,10 +37,12 @@ def run(folder, environ, faults):
     "environ",
     [
         pytest.param({}, id="heads exchanged"),
-        pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered"),
+        pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered", marks=pytest.mark.variant),
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
         pytest.param({"EXPERTS": "1"}, id="experts"),
-        pytest.param({"EXPERTS": "1", "HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="experts, nccl-like"),
+        pytest.param(
+            {"EXPERTS": "1", "HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="experts, nccl-like", marks=pytest.mark.variant
+        ),
     ],
 )
 def test_lost_ranks_change_no_bit(tmp_path, environ):

@@ -234,7 +234,8 @@ def test_interrupted_checkpoints_are_written_again(undisturbed, everywhere):
     "saves",
     [
         {"filename": "{step}-{loss:.6f}", "save_top_k": 1, "save_last": True},  # of a value that differs between ranks
-        {"monitor": "val", "save_top_k": 1},  # each waits for the value of a validation
+        # each waits for the value of a validation
+        pytest.param({"monitor": "val", "save_top_k": 1}, marks=pytest.mark.variant),
     ],
 )
 def test_checkpoints_are_those_of_a_job_without_faults(run, saves):

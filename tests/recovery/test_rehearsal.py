@@ -356,8 +356,13 @@ def test_a_program_that_recovers_exactly_is_said_to(tmp_path):
     ("phases", "environ"),
     [
         pytest.param("dataloader,between,batch_end", {"SYNC": "1"}, id="all ranks log one loss"),
-        pytest.param("dataloader,optimizer", {}, id="each rank logs its own"),
-        pytest.param("setup,forward,optimizer", {"READS": "1"}, id="a step computes with what others logged"),
+        pytest.param("dataloader,optimizer", {}, id="each rank logs its own", marks=pytest.mark.variant),
+        pytest.param(
+            "setup,forward,optimizer",
+            {"READS": "1"},
+            id="a step computes with what others logged",
+            marks=pytest.mark.variant,
+        ),
     ],
 )
 def test_a_lightning_program_recovers_exactly(phases, environ):
@@ -382,17 +387,63 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
 @pytest.mark.parametrize(
     ("program", "name", "phases"),
     [
-        pytest.param("program_gallery.py", "warm_up", "batch_end,forward", id="a rate written between micro-steps"),
-        pytest.param("program_gallery.py", "logs_between", "forward,batch_end", id="metrics between micro-steps"),
         pytest.param(
-            "program_gallery_session.py", "reads_before", "forward,commit,batch_end", id="a body that reads its state"
+            "program_gallery.py",
+            "warm_up",
+            "batch_end,forward",
+            id="a rate written between micro-steps",
+            marks=pytest.mark.variant,
         ),
-        pytest.param("program_gallery.py", "sharded_curriculum", "dataloader,commit", id="hooks before a snapshot"),
+        pytest.param(
+            "program_gallery.py",
+            "logs_between",
+            "forward,batch_end",
+            id="metrics between micro-steps",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            "program_gallery_session.py",
+            "reads_before",
+            "forward,commit,batch_end",
+            id="a body that reads its state",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            "program_gallery.py",
+            "sharded_curriculum",
+            "dataloader,commit",
+            id="hooks before a snapshot",
+            marks=pytest.mark.variant,
+        ),
         pytest.param("program_gallery.py", "sharded_logs_before", "batch_end", id="metrics before a snapshot"),
-        pytest.param("program_gallery.py", "optimizer_on_host", "forward,commit", id="a snapshot of host state"),
-        pytest.param("program_gallery_session.py", "optimizer_on_host", "forward,commit", id="optimizer on the host"),
-        pytest.param("program_gallery_accelerate.py", "parameters_on_host", "commit", id="parameters on the host"),
-        pytest.param("program_gallery_accelerate.py", "images", "save_state,forward", id="an Accelerator that saves"),
+        pytest.param(
+            "program_gallery.py",
+            "optimizer_on_host",
+            "forward,commit",
+            id="a snapshot of host state",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            "program_gallery_session.py",
+            "optimizer_on_host",
+            "forward,commit",
+            id="optimizer on the host",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            "program_gallery_accelerate.py",
+            "parameters_on_host",
+            "commit",
+            id="parameters on the host",
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            "program_gallery_accelerate.py",
+            "images",
+            "save_state,forward",
+            id="an Accelerator that saves",
+            marks=pytest.mark.variant,
+        ),
         pytest.param("program_gallery.py", "split_in_setup", "forward,batch_end,validation", id="random splits"),
         pytest.param("program_gallery.py", "registered_curriculum", "forward", id="a hook that reads an object"),
         pytest.param(
@@ -406,6 +457,7 @@ def test_a_fit_recovers_exactly_at_the_ends_of_its_epochs_in_its_validations_and
             "language_model",
             "dataloader,batch_end,validation,checkpoint",
             id="a body that evaluates and saves",
+            marks=pytest.mark.variant,
         ),
     ],
 )

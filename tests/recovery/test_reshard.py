@@ -103,6 +103,7 @@ def test_a_node_is_lost_for_good(make_nodes, ask, tokens, tmp_path_factory):
     assert_like_a_fixed_job(nodes, num_steps, tokens, tmp_path_factory.mktemp("calm"))
 
 
+@pytest.mark.variant
 def test_from_the_last_checkpoint_under_torchrun(make_nodes, tokens, tmp_path_factory):
     nodes = make_nodes(TORCHRUN, SHARD_DEGREES="2 1", SNAPSHOT_EVERY="1000000", CHECKPOINT_EVERY="4")
     nodes.start("a")

@@ -359,7 +359,7 @@ def assert_equal(results, undisturbed):
     ("layout", "faults", "num_redone"),
     [
         ("full", [["backward", 13, 1, "kill"]], 3),
-        ("hsdp", [["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]], 3),
+        pytest.param("hsdp", [["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]], 3, marks=pytest.mark.variant),
         (  # a rank is replaced in a step of which a snapshot is taken, and its shard is lost later
             "hsdp",
             [["forward", 5, 2, "kill"], ["backward", 13, 0, "kill"], ["backward", 13, 2, "kill"]],

@@ -131,7 +131,11 @@ def assert_same_bits(found, wanted):
     assert not [name for name, value in state_of(wanted).items() if not torch.equal(found["state"][name], value)]
 
 
-@pytest.mark.parametrize("options", [FOLLOWING | {"WARMUP": str(WARMUP)}, ADASCALE], ids=["linear", "adascale"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(FOLLOWING | {"WARMUP": str(WARMUP)}, marks=pytest.mark.variant), ADASCALE],
+    ids=["linear", "adascale"],
+)
 def test_a_killed_rank_changes_nothing(tmp_path, options):
     def run(name, *faults):
         environ = {"SHARDS": "2", "STEPS": "20", **options}

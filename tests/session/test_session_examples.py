@@ -53,7 +53,7 @@ def run_and_kill(name, folder, *args):
     [
         ("plain_torch.py", ["--steps", "60", "--folder", "."]),
         ("hf_trainer.py", ["--steps", "60", "--folder", "."]),
-        ("clm_session.py", ["--max-train-steps", "60"]),
+        pytest.param("clm_session.py", ["--max-train-steps", "60"], marks=pytest.mark.variant),
     ],
 )
 def test_a_process_is_lost_and_the_example_goes_on(name, args, tmp_path):

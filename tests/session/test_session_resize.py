@@ -27,6 +27,7 @@ def nodes(tmp_path):
     nodes.clear()
 
 
+@pytest.mark.variant
 def test_scaled_from_a_shell_to_every_size(nodes):
     nodes.num_ranks = 2
     num_steps = nodes.go_through_requests()
@@ -99,6 +100,7 @@ def test_a_model_that_is_gathered_in_float8_grows_and_is_repaired(tmp_path, tmp_
             assert torch.equal(found["state"][name], value), name
 
 
+@pytest.mark.variant
 def test_a_model_with_tiled_mlps_and_tensor_parallelism_grows_and_is_repaired(tmp_path):
     """A replica joins, and a worker is killed after that; the replicas stay equal."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
@@ -122,6 +124,7 @@ def test_a_model_with_tiled_mlps_and_tensor_parallelism_grows_and_is_repaired(tm
             assert torch.equal(results[other]["state"][name], value), name
 
 
+@pytest.mark.variant
 def test_experts_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path_factory):
     """Two ranks share the experts: a replica joins, is lost for good, and another one joins."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
