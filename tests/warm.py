@@ -139,6 +139,7 @@ _lock = threading.Lock()
 def start(args, environ, output, cwd=None):
     """Start `hyperpodrun` with these arguments and this environment; its output goes to a file."""
     global _template
+    Path(output).touch()  # who reads it may come before the agent
     if any(environ.get(name) != os.environ.get(name) for name in environ if name.startswith(_READ_AT_START)):
         with Path(output).open("w") as file:
             command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", *args]

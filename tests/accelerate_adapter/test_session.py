@@ -54,7 +54,7 @@ def test_an_evaluation_that_is_interrupted_at_its_last_batch(tmp_path):
     ],
 )
 def test_programs_that_are_refused(what, told, tmp_path):
-    job = run_bodies(tmp_path, what, num_ranks=1)
+    job = run_bodies(tmp_path, what, num_ranks=2)
     assert job.code == 1
     assert told in job.output, job.output[-6000:]
 

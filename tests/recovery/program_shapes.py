@@ -1,7 +1,7 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """What `test_shapes.py` runs: programs that register, resize and delete buffers, or exchange modules, as they train.
 
-A hook that precedes each step writes to the parameters.
+Hooks that precede steps and epochs write to the parameters, and to the optimizer's state.
 """
 
 import sys
@@ -63,13 +63,17 @@ class Module(pl.LightningModule):
         super().__init__()
         self.net, self.faults, self.exchanges = Cached(), faults, exchanges
 
+    @torch.no_grad()
     def on_train_epoch_start(self):
         self.net.begin_epoch(self.current_epoch)
+        self.net.layer.weight.mul_(1.05)
 
     @torch.no_grad()
     def on_train_batch_start(self, batch, index):
         for parameter in self.net.parameters():
             parameter.mul_(0.99)
+        for state in self.optimizers().optimizer.state.values():
+            state["exp_avg"].mul_(0.9)
 
     def training_step(self, batch, index):
         self.faults.at(f"step{index}", self.trainer)

@@ -315,6 +315,7 @@ def test_ranks_that_crash_exit_and_raise_where_an_exception_cannot_be_undone(run
     assert all(end in found.output for end in ("killed by SIGSEGV", "exit code 3"))
 
 
+@pytest.mark.variant
 def test_tensor_parallel_ranks_with_two_loaders_of_different_length(run):
     found, wanted = run("split_disturbed", SPLIT, **SPLIT_OPTIONS), run("split", **SPLIT_OPTIONS)
     assert_equal(found, wanted)
@@ -349,7 +350,7 @@ def test_ranks_killed_while_activations_are_on_the_host(run):
     assert all(result["offloaded"] > 0 for result in found.results())
 
 
-@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+@pytest.mark.parametrize("what", [pytest.param("parameters", marks=pytest.mark.variant), "optimizer"])
 def test_ranks_killed_with_training_state_in_host_memory(run, undisturbed, what):
     """The same bits as undisturbed and on the device; `optimizer` faults come while the host computes the step."""
     faults = [each for each in EVERYWHERE if each[0] in ("forward", "backward", "receive", "optimizer", "checkpoint")]
@@ -361,7 +362,7 @@ def test_ranks_killed_with_training_state_in_host_memory(run, undisturbed, what)
     assert all(result["on_host"] == [option] for result in found.results())
 
 
-@pytest.mark.parametrize("transport", ["gloo", "nccl-like"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.variant), "nccl-like"])
 def test_ranks_lost_where_the_others_have_gathered_a_metric(run, undisturbed, transport):
     """They have its value; it is computed again with the one that comes, and never of what an abort leaves behind."""
     faults = [

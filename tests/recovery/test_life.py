@@ -132,7 +132,7 @@ def test_ranks_that_are_lost_in_all_parts_of_a_program(program, faults, undistur
 @pytest.mark.parametrize(
     ("program", "faults"),
     [
-        ("program_life.py", "crash:2:first-test:1 kill:3:second-step:3"),
+        pytest.param("program_life.py", "crash:2:first-test:1 kill:3:second-step:3", marks=pytest.mark.variant),
         ("program_session_life.py", "1:before-second:0 2:second:3"),
     ],
     ids=["trainer", "session"],

@@ -28,7 +28,7 @@ def test_buffers_that_change_are_those_of_an_undisturbed_loop(tmp_path):
 
 
 @pytest.mark.spawns
-def test_buffers_and_parameters_that_hooks_write_are_those_of_the_snapshot_to_which_all_return(tmp_path):
+def test_what_hooks_write_is_that_of_the_snapshot_to_which_all_return(tmp_path):
     faults = "fit snapshots kill:0:step5:0 kill:2:step5:0 kill:1:step1:2 kill:3:step1:2"
     undisturbed, _ = results("program_shapes.py", tmp_path / "undisturbed", "fit snapshots")
     disturbed, text = results("program_shapes.py", tmp_path / "disturbed", faults)
