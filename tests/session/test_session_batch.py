@@ -159,6 +159,7 @@ def losses_of(steps):
     return losses
 
 
+@pytest.mark.variant
 def test_the_same_bits_for_any_number_of_replicas(nodes, tmp_path_factory):
     """Grown, shrunk and killed: losses and state are bitwise those of one replica, and of two."""
     nodes.environ |= REPRODUCIBLE

@@ -213,6 +213,7 @@ def test_a_loop_that_is_stepped_by_hand_grows_and_shrinks(nodes, tmp_path_factor
         torch.testing.assert_close(found["state"][name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.variant
 def test_a_node_is_lost_for_good_and_other_degrees_are_asked_for(tmp_path, tmp_path_factory):
     """The other node goes on alone, with what it keeps of the lost shard; with another one they share again."""
     nodes = LoopNodes(tmp_path, "", nnodes="1:2", last_call_s=30)
