@@ -93,7 +93,7 @@ def assert_close(found, wanted, what):
     (losses, norms, gradients, state), (wanted_losses, wanted_norms, wanted_gradients, wanted_state) = found, wanted
     assert abs(losses[0] - wanted_losses[0]) <= 5e-7 * wanted_losses[0], what
     for name, gradient in wanted_gradients.items():
-        limit = 2e-6 if name.endswith("k_proj.bias") else 5e-7  # its parts cancel, and leave more rounding
+        limit = 2e-6 if name.endswith("k_proj.bias") else 5e-7  # its parts cancel: up to 5.5e-7 was seen
         assert (gradients[name] - gradient).norm() <= limit * gradient.norm(), (what, name)
     for values, expected in ((losses, wanted_losses), (norms, wanted_norms)):
         torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-5, atol=0)

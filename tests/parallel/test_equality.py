@@ -1,4 +1,4 @@
-"""Training on a mesh equals training in one process: losses and parameters after five steps, for several layouts.
+"""Training on a mesh equals training in one process: losses and parameters after ten steps, for several layouts.
 
 The tolerance is that of float32 sums taken in another order: 2e-6 relative on losses, 2e-5 absolute on parameters whose
 updates are of size 1e-2 (AdamW normalises tiny gradients, which enlarges rounding noise). What saves memory is held to
@@ -12,7 +12,7 @@ from device import DEVICE
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-NUM_STEPS = 5
+NUM_STEPS = 10
 GLOBAL_BATCH = 8
 SEQUENCE = 12
 VOCABULARY = 64
@@ -195,7 +195,7 @@ def assert_equal(on_mesh, alone, what, of_losses=2e-6, of_norms=2e-5):
 
 
 @pytest.mark.spawns
-def test_steps_on_four_ranks_equal_one_process(run_ranks):
+def test_ten_steps_on_four_ranks_equal_one_process(run_ranks):
     results = run_ranks(train_all_on_mesh, LAYOUTS, world_size=4, timeout_s=240)[0]
     alone = {model: train_alone(make) for model, make in MODELS.items()}
     for (model, layout), result in results.items():
@@ -203,7 +203,7 @@ def test_steps_on_four_ranks_equal_one_process(run_ranks):
 
 
 @pytest.mark.spawns
-def test_steps_on_two_ranks_equal_one_process(run_ranks):
+def test_ten_steps_on_two_ranks_equal_one_process(run_ranks):
     layouts = {"tp 2": {"tensor_parallel_degree": 2}, "shard 2": {}, "replicate 2": {"hybrid_shard_degree": 1}}
     results = run_ranks(train_all_on_mesh, layouts, world_size=2, timeout_s=120)[0]
     alone = {model: train_alone(make) for model, make in MODELS.items()}

@@ -62,7 +62,7 @@ def sharded(shard, tensor, *, float8_all_gather, precision="bf16-mixed"):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model, optimizer, num_steps=2, num_micro_steps=2):
+def train(model, optimizer, num_steps=4, num_micro_steps=2):
     """Train with another batch on each data-parallel rank; return this rank's losses."""
     losses = []
     data_rank = dist.get_rank() // (2 if isinstance(model.layers[0].up_proj.weight, DTensor) and is_split(model) else 1)

@@ -164,6 +164,7 @@ def test_pretrained_weights_take_no_memory_before_the_model_is_sharded(tmp_path,
 @pytest.mark.parametrize(
     ("name", "steps", "share", "num_ranks"),
     [
+        pytest.param("llama3_70b", 10, 0.7, 4, marks=pytest.mark.variant),
         ("gpt_oss_20b", 10, 0.7, 4),
         ("llama3_8b_lora", 16, 0.985, 4),
         ("qwen3_4b_long_context", 8, 0.7, 2),

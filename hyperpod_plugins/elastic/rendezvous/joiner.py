@@ -21,6 +21,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
     SlotLease,
     SlotPolicy,
     initial_nodes,
+    members_of,
     next_step,
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_round
@@ -102,7 +103,7 @@ class RendezvousJoiner:
         gone = set(self.rdzv_store.left()) if leases is None else set[str]()
         candidates = self.rdzv_store.candidates(self.round_number) if leases is None else ()
         here = tuple(name for name in candidates if not (name in gone or self._keep_alive.is_lost(name)))
-        former = self.rdzv_store.members(self.round_number - 1) if leases is None else ()
+        former = members_of(self.rdzv_store.leases(self.round_number - 1)) if leases is None else ()
         away = {name for name in former if not (name in here or name in gone or self._keep_alive.is_lost(name))}
         end = self.rdzv_store.round_end(self.round_number - 1) if leases is None else None
         if self._enough_s is None and len(here) >= self._policy.min_nodes:

@@ -28,6 +28,7 @@ from hyperpod_plugins.elastic.rendezvous.slots import (
     NodeAssignment,
     SlotLease,
     SlotPolicy,
+    members_of,
     watched_peers,
 )
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousClosing, RendezvousStore, RoundEnd, name_of_round
@@ -315,7 +316,7 @@ class KeepAlive:
             self._switch_round(number)
         self._endpoint.keep_alive(number, rdzv_store)
         leases = rdzv_store.leases(number)
-        self._liveness.update(rdzv_store.heartbeats(watched_peers(rdzv_store.expected(number), self.node)))
+        self._liveness.update(rdzv_store.heartbeats(watched_peers(self._expected(number, leases), self.node)))
         if leases is not None:
             self._expire_silent(number, leases)
         if self._controller is not None:
@@ -341,6 +342,13 @@ class KeepAlive:
             self._ended_assignment = assignment
         elif assignment.worker_ids:
             self._act_on_requests(assignment)
+
+    def _expected(self, number: int, leases: tuple[SlotLease, ...] | None) -> list[str]:
+        """The members of a round; before it has started, its candidates and the members of the previous round."""
+        if leases is not None:
+            return members_of(leases)
+        former = members_of(self._rdzv_store.leases(number - 1))
+        return list(dict.fromkeys((*self._rdzv_store.candidates(number), *former)))
 
     def _is_overtaken(self, assignment: NodeAssignment) -> bool:
         """Whether the round has ended for this node: at a worker's request, or otherwise if no node is done yet."""

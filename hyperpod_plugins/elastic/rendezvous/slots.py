@@ -126,7 +126,7 @@ class NodeAssignment:
         return f"agent of node {self.slot}"
 
 
-FORMER_S = 30.0
+_FORMER_S = 30.0
 """How much longer than the last call a round waits for nodes of the one before it, which still end their workers."""
 
 
@@ -217,6 +217,12 @@ def initial_nodes(candidates: Sequence[str], policy: SlotPolicy) -> tuple[str, .
     return tuple(sorted(candidates[: policy.max_nodes], key=lambda node: node.partition("/")[0]))
 
 
+def members_of(leases: Sequence[SlotLease] | None) -> list[str]:
+    """The nodes that hold slots of a round and restart with it; none before it has started."""
+    states = LeaseState.HELD, LeaseState.DONE_RESTARTABLE
+    return [lease.node for lease in leases or () if lease.state in states]
+
+
 def watched_peers(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
     """The nodes whose heartbeats a node watches: its `count` successors on a ring.
 
@@ -229,8 +235,8 @@ def watched_peers(nodes: Sequence[str], node: str, count: int = 3) -> list[str]:
 
 def _is_time(view: RendezvousView, policy: SlotPolicy) -> bool:
     here = len(view.candidates)
-    # Without the former nodes, whoever makes them begin again would start alone, and they would do the same to it.
-    last_call_s = policy.last_call_s + (FORMER_S if view.awaits_former else 0.0)
+    # Without the former nodes, a node that restarts them would start alone, and they would do the same to it.
+    last_call_s = policy.last_call_s + (_FORMER_S if view.awaits_former else 0.0)
     is_called = view.called_s >= last_call_s or view.are_all_back
     return here >= policy.max_nodes or (here >= policy.min_nodes and is_called)
 

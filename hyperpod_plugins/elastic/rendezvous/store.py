@@ -177,17 +177,6 @@ class RendezvousStore:
                 leases[slot : slot + 1] = [SlotLease.from_json(found[key])]
         return tuple(leases)
 
-    def members(self, number: int) -> list[str]:
-        """The nodes that hold slots of a round and start again with it; none before it has started."""
-        states = LeaseState.HELD, LeaseState.DONE_RESTARTABLE
-        return [lease.node for lease in self.leases(number) or () if lease.state in states]
-
-    def expected(self, number: int) -> list[str]:
-        """The members of a round; before it has started, its candidates and the members of the previous round."""
-        if self.leases(number) is not None:
-            return self.members(number)
-        return list(dict.fromkeys((*self.candidates(number), *self.members(number - 1))))
-
     def add_slot(self, number: int, slot: int, lease: SlotLease) -> bool:
         """Add the next slot, with its first lease; False if another node was faster."""
         is_mine = self._first(f"slot/{number}/{slot}", lease.to_json()) == lease.to_json()
