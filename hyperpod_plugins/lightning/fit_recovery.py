@@ -97,7 +97,8 @@ from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import NO_STATE, TrainingState, seed_micro_step
 from hyperpod_plugins.recovery.engine import RecoveryEngine
-from hyperpod_plugins.recovery.local_state import LocalStates, RankLocalState
+from hyperpod_plugins.recovery.local_objects import RankLocalState
+from hyperpod_plugins.recovery.local_state import LocalStates
 from hyperpod_plugins.recovery.rng import (
     AFTER_COMMIT,
     BATCH,

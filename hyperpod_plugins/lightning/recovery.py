@@ -31,7 +31,7 @@ from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryOptions, Repair, Sav
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.degrees import form_initial_world
 from hyperpod_plugins.recovery.engine import RecoveryEngine, join_job
-from hyperpod_plugins.recovery.local_state import RankLocalState
+from hyperpod_plugins.recovery.local_objects import RankLocalState
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rng import random_state, set_random_state
 

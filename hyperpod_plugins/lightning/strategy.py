@@ -93,7 +93,7 @@ from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, ma
 from hyperpod_plugins.parallel.topology import update_group_members
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
-from hyperpod_plugins.recovery.local_state import ProgramState
+from hyperpod_plugins.recovery.local_objects import ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
 from hyperpod_plugins.recovery.watchdog import completed_outside_step
 

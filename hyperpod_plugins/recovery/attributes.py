@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, StateLost, format_list
-from hyperpod_plugins.parallel.unit_watch import parameter_groups
+from hyperpod_plugins.parallel.unit_watch import parameters_by_id
 from hyperpod_plugins.recovery.attribute_values import (
     ABSENT,
     ARRAYS,
@@ -76,7 +76,7 @@ from hyperpod_plugins.recovery.held_objects import (
     reader_of,
     set_state,
 )
-from hyperpod_plugins.recovery.module_settings import ModuleSettings
+from hyperpod_plugins.recovery.module_settings import KeptModules, ModuleSettings
 from hyperpod_plugins.recovery.packing import are_same, pack
 from hyperpod_plugins.recovery.program_collectives import is_library
 
@@ -98,19 +98,6 @@ _FIRST_ELEMENTS = 2**22
 """In the first copies, so many elements of large tensors are copied that were not written to yet."""
 _ELEMENTS = 2**15
 """The same in all later copies."""
-
-
-def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
-    """Each parameter of a model with its name, by `id`; of a sharded one, the shard and the gathered parameter."""
-    found = {id(each): (each, name) for name, each in model.named_parameters()}
-    for record in (
-        record for part in model.modules() for group in parameter_groups(part) for record in group.fsdp_params
-    ):
-        both = [each for key in ("_unsharded_param", "sharded_param") if (each := vars(record).get(key)) is not None]
-        name = next((found[id(each)][1] for each in both if id(each) in found), None)
-        if name is not None:
-            found |= {id(each): (each, name) for each in both}
-    return found
 
 
 def is_of_program(cls: type) -> bool:
@@ -146,6 +133,8 @@ class KeptAttributes:
     whole: frozenset[str]
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     """States of generators and of objects with a `state_dict`, by name."""
+    modules: KeptModules | None = None
+    """The modules that there were."""
 
 
 class PlainAttributes:
@@ -272,10 +261,13 @@ class PlainAttributes:
         states = {each.name: self._state_copies.state_of(each) for each in self._states}
         for name in self._by_state & self._held.keys() if self._by_state else ():
             states[name] = self._state_copies.state_of(Held(name, self._held[name].value, Way.STATE))
-        return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states)
+        modules = None if self.settings is None else self.settings.keep()
+        return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states, modules)
 
     def put_back(self, kept: KeptAttributes) -> None:
         """Restore all attributes: the same objects, with the contents that were kept."""
+        if kept.modules is not None and self.settings is not None:
+            self.settings.put_back(kept.modules)
         for name, state in kept.states.items():
             held = kept.held[name]
             set_state(held if held.way is not Way.ATTRIBUTES else Held(name, held.value, Way.STATE), state)
@@ -339,7 +331,8 @@ class PlainAttributes:
                 "one would not get it. Only numbers, strings, containers, tensors, arrays, and objects of the program "
                 "that consist of these are sent. Keep the value in a buffer (register_buffer) or in an object with "
                 "state_dict and load_state_dict; or set it once, before training begins (in __init__, setup or "
-                'on_train_start). If no result depends on it, rank_local_state="replica" only warns of it.'
+                "on_train_start). Modules: create all before training begins, and choose between them in forward. "
+                'If no result depends on it, rank_local_state="replica" only warns of it.'
             )
 
     def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
@@ -428,6 +421,8 @@ class PlainAttributes:
 
     def mark_own(self) -> None:
         """Note what this process's own set-up has written, at its end; see `take_from_replica`."""
+        if self.settings is not None:
+            self.settings.mark()
         kept, self.is_marked, self._sent_of = self.keep(), True, None
         self._at_mark = {
             (owner, key): (kept.values[index], kept.contents.get(index))
@@ -531,6 +526,8 @@ class PlainAttributes:
 
     def _present(self) -> tuple[list[Any], dict[int, Contents]]:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
+        if self.settings is not None and self.settings.follow():
+            self._sent_of = None
         self._are_parameters_known = False
         while True:
             values = [read() for read in self._reads]
@@ -750,7 +747,9 @@ class PlainAttributes:
         self._unsent = [
             text for text, value in found.items() if type(value) in kinds or not isinstance(value, _ONLY_WARNED)
         ]
-        new = [text for text in found if text not in self._warned]
+        exchanged = [] if self.settings is None else self.settings.exchanged
+        self._unsent += exchanged
+        new = [text for text in (*found, *exchanged) if text not in self._warned]
         self._warned |= {*new}
         if new and not (dist.is_initialized() and dist.get_rank()):
             _log.warning(

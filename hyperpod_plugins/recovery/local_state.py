@@ -10,9 +10,10 @@ buffers and metrics too, for example an average of weights or a reset. A rank th
 step begins announces this with the next state that it sends, and from then on also sends the state at the beginning
 of each step. It does so in any case in its first step, before it can know, and where all ranks know that such code
 runs: at the beginning and after the end of a validation or an epoch. A copy from before the hooks never overwrites
-what they write: a replacement keeps the values of the replica that gives it its parameters. If what hooks write
-differs between the two ranks, a state from before the hooks counts as lost: all ranks return to a snapshot, or to a
-checkpoint, as `RecoveryOptions.rank_local_state` says.
+what they write: a replacement keeps the values of the replica that gives it its parameters. If what hooks write may
+differ between the two ranks, a state from before the hooks counts as lost: all ranks return to a snapshot, or to a
+checkpoint, as `RecoveryOptions.rank_local_state` says. Where the two agreed at the vote, they are expected to agree
+again; in a step before which no state was to be sent, only on what they had agreed before when hooks had written it.
 
 [Note: equal on all ranks] A rank that is lost together with its buddy takes its state with it, and so does one whose
 state is too large to be sent. Often this state is not its own: it is equal on all ranks, such as a table of constants
@@ -31,25 +32,22 @@ registered, such as a scheduler. Metrics begin empty, because they add up the st
 import contextlib
 import hashlib
 import logging
-import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.comm import Channel
-from hyperpod_plugins.errors import ConfigError, PeerLost, format_list
+from hyperpod_plugins.errors import PeerLost, format_list
 from hyperpod_plugins.events import Event, record
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import BufferStates
-from hyperpod_plugins.recovery.held_objects import forget_step
-from hyperpod_plugins.recovery.packing import are_same, copied_leaf, on_devices_of, pack, unpack
+from hyperpod_plugins.recovery.local_objects import AgreedParts, ProgramState, RankLocalState, ReplicatedState
+from hyperpod_plugins.recovery.packing import are_same, pack, unpack
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 
 _log = logging.getLogger(__name__)
@@ -70,102 +68,6 @@ _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
 """Suffix of the names of states that start from zero in each epoch."""
-
-
-class RankLocalState(Protocol):
-    """An object with rank-local state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of tensors, plain containers, numbers and strings; empty for no state. Must not communicate."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Load a `state_dict`; parts whose names are in `leave` stay as they are."""
-        ...
-
-    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
-        """Names of the parts in which `now`, or the present state, differs from `before`, an earlier `state_dict`.
-
-        Empty if such parts cannot be left out when a state is loaded.
-        """
-        ...
-
-    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The part of a `state_dict` of another job, perhaps of another program, that this object can load."""
-        ...
-
-
-@runtime_checkable
-class ReplicatedState(RankLocalState, Protocol):
-    """Rank-local state that a joiner first gets from the rank that gives it its parameters.
-
-    It continues with that where its buddy does not have the state of its predecessor.
-    """
-
-    def for_joiner(self) -> dict[str, Any]:
-        """What `take_from_replica` takes in another process."""
-        ...
-
-    def take_from_replica(self, given: dict[str, Any]) -> None:
-        """Take over the state of a replica."""
-        ...
-
-    def leave_out(self, value: object) -> None:
-        """Note that an object's state is kept by another one."""
-        ...
-
-    def check(self) -> None:
-        """Refuse what the last `state_dict` could not contain, if there is any: raise `ConfigError`."""
-        ...
-
-
-class ProgramState:
-    """An object of the program with rank-local state."""
-
-    def __init__(self, name: str, stateful: Stateful) -> None:
-        """Wrap an object.
-
-        Raises:
-            ConfigError: its state holds Python objects that another process would have to unpickle.
-        """
-        self.stateful = stateful
-        self.begins_empty = is_metric(stateful)
-        """Whether a rank without a predecessor begins with an empty state."""
-        try:
-            unpack(pack(stateful.state_dict()))
-        except pickle.UnpicklingError:
-            raise ConfigError(
-                f"the state of {name!r} ({type(stateful).__name__}) holds Python objects that a replacement process "
-                "would have to unpickle, which runs code. Return only tensors, plain containers, numbers and strings "
-                "from state_dict."
-            ) from None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The object's state, with copies of tensors on the CPU."""
-        return {"state": tree_map(copied_leaf, self.stateful.state_dict())}
-
-    def load_state_dict(self, state_dict: dict[str, Any], leave: Collection[str] = ()) -> None:
-        """Load a copy of a `state_dict`, since the object may keep and change what it is given; ignore an empty one.
-
-        Tensors are on the devices of the present ones: some objects (metrics) keep those that they are given.
-        """
-        if state_dict and "state" not in leave:
-            copied = tree_map(copied_leaf, state_dict["state"])
-            forget_step(self.stateful)
-            self.stateful.load_state_dict(on_devices_of(self.stateful.state_dict(), copied))
-
-    def written(self, before: dict[str, Any], now: dict[str, Any] | None = None) -> set[str]:
-        """The state as a whole, if it differs."""
-        return set() if are_same(self.state_dict() if now is None else now, before) else {"state"}
-
-    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """All of it: the program's own `load_state_dict` decides."""
-        return state_dict
-
-
-def is_metric(value: object) -> bool:
-    """Whether an object is a metric of torchmetrics, which need not be installed."""
-    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +121,7 @@ class LocalStates:
         self._of_replica: dict[str, ReplicatedState] = {}
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._at_commits: dict[int, dict[str, dict[str, Any]]] = {} if former is None else dict(former._at_commits)
-        self._own: dict[int, bytes] = {}
-        self._kept: dict[int, bytes] = {}
+        self._own, self._kept = dict[int, bytes](), dict[int, bytes]()
         self._kept_at_commits: dict[int, bytes] = {}
         """Of the source rank, as they were at the votes: a body that follows a commit may have to run again."""
         self._given: dict[str, dict[str, Any]] = {}
@@ -237,6 +138,7 @@ class LocalStates:
         self._written_after: dict[str, int] = {}
         """States that code after a commit was ever found to write: the step at whose beginning it was found first since
         the last repair, or -1: a process that has joined there has not found it yet."""
+        self._agreed = AgreedParts()
         self._is_new = True
         """Whether this process has begun no step after a commit, and cannot know yet what code after it writes."""
         self._begins_in = -1
@@ -352,13 +254,17 @@ class LocalStates:
     def _may_differ(self, step: int, name: str, own: dict[str, Any], kept: dict[str, Any]) -> bool:
         """Whether the parts of a state that code after a commit has written may have got other values elsewhere.
 
-        They may if they had, as of the vote; and what was counted, since the source rank's part of it is lost.
+        They may if they had, as of the vote; if they were written for the first time, as far as is known here, and a
+        step has begun since; and what was counted, since the source rank's part of it is lost.
         """
-        if are_same(own, kept):
-            return name.endswith(EPOCH_SUFFIX)
-        written, begun = self._states[name].written, self._begun_with.get(name, {})
+        is_same, written, begun = are_same(own, kept), self._states[name].written, self._begun_with.get(name, {})
+        if is_same and name.endswith(EPOCH_SUFFIX):
+            return True
         parts = written(own, begun if self._begun_at == step else None)
-        return not parts or not parts.isdisjoint(written(own, kept))
+        if not is_same and not (parts and parts.isdisjoint(written(own, kept))):
+            return True
+        is_unannounced = self._begun_at == step != self._awaited_at
+        return is_unannounced and not self._agreed.holds(name, parts)
 
     def _written_here(self, step: int, own: Mapping[str, Any], has_told: bool) -> list[str]:
         """States that code after the commit of `step` wrote here, but for those that only this rank ever writes."""
@@ -436,12 +342,13 @@ class LocalStates:
         self._last: dict[str, dict[str, Any]] | None = None
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
+        self._agreed.forget_written()
         self._ward_gives = None
         self._is_after_part = False
         """Whether a part outside steps has begun, or a save has ended, since the last exchange of a vote."""
-        self._gives_at = self._gets_at = self._late_at = self._restored_at = self._begun_at = -1
-        """Steps at whose beginning this rank sends its state again, its source rank will, and its source rank did; step
-        of the last repair, whose state the source rank has sent; and step that has begun last."""
+        self._gives_at = self._gets_at = self._late_at = self._awaited_at = self._restored_at = self._begun_at = -1
+        """Steps at whose beginning this rank sends its state again, its source rank will, its source rank did, and it
+        was to do so; step of the last repair, whose state the source rank has sent; and step that has begun last."""
 
     def exchange(self, step: int, *, is_beginning: bool = False) -> bool:
         """Send the buddy this rank's state as it will be after `step` commits, and receive the source rank's.
@@ -478,6 +385,7 @@ class LocalStates:
             kept = self._last_kept
         if not (is_same and told & _SAME):
             self._is_equal = _essential(data) == _essential(kept)
+        self._agreed.note_vote(self._states, present, partial(_unpacked, kept))
         self._last, self._last_own, self._last_kept = present, data, kept
         self._at_commits = _last_two(self._at_commits, step, present)
         self._own = _last_two(self._own, step, data)
@@ -523,10 +431,13 @@ class LocalStates:
         self._is_after_part = False
         is_written = gives or step in self._written_after.values()
         self._begun_with = present = self._present_with_before() if is_written else {}
+        if is_written and self._last is not None and step in self._own:
+            self._agreed.note_written({name: self._states[name] for name in self._written_after}, present, self._last)
         sends = {self._buddy: [self._packed(present)]} if gives else {}
         receives = {self._ward: [LIMIT_BYTES]} if gets else {}
         if not (sends or receives):
             return
+        self._awaited_at = step if gets else -1
         label = f"the state of one rank as step {step} begins"
         with contextlib.suppress(PeerLost):
             received = self._channel.exchange(label, sends=sends, receives=receives)

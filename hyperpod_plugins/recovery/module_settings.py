@@ -4,9 +4,18 @@ A module's mode (`training`) decides what it computes, and so do the plain attri
 the momentum of a BatchNorm. No `state_dict` has them. Other attributes, of modules of the program's own classes, are
 found by `PlainAttributes`, which sends these as well: to it, they are an object whose attributes are the settings that
 differ from those of the set-up, so that nothing is looked at twice where none does.
+
+[Note: exchanged modules] A program may also put another module into the place of one. Another process does not have it.
+So long as the two differ in settings only (a `Dropout(0.5)` for a `Dropout(0.1)`), the settings are all that has to be
+sent. Any other exchange is found by `follow`, as are modules that are removed, and those that are added to a list or a
+sequence of a library's class. What is added to a module of the program's own class may be something that its `forward`
+creates when it runs for the first time, in each process.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+# Module tables have no public API.
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from operator import itemgetter
 from typing import Any, cast
 
@@ -15,12 +24,36 @@ from typing_extensions import override
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.recovery.attribute_values import SCALARS
+from hyperpod_plugins.recovery.buffer_layout import ModuleTables
 from hyperpod_plugins.recovery.held_objects import INTERNAL
+from hyperpod_plugins.recovery.local_objects import is_metric
 from hyperpod_plugins.recovery.program_collectives import is_library
 
 _MODE = "training"
+_OF_FSDP = "_fsdp", "_is_fsdp"
+"""Prefixes of the attributes in which FSDP notes that a module is one of its own."""
 Modes = MutableMapping[str, bool]
 """Whether each module is in training mode, by its name."""
+
+
+class KeptModules:
+    """The modules that a model had when this was created."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        """Keep which modules each of these holds; `parts` are all modules of the model."""
+        self._children = [(part, dict(part._modules)) for part in parts]
+        self._tables = ModuleTables(part._modules for part, _ in self._children)
+
+    @property
+    def are_present(self) -> bool:
+        """Whether they still are those of the model."""
+        return self._tables.are_same
+
+    def put_back(self) -> None:
+        """Have the model hold these modules again."""
+        for part, children in self._children if not self.are_present else ():
+            part._modules.clear()  # not the table of that time: `del` of an entry of a list makes another one
+            part._modules.update(children)
 
 
 def no_modes() -> None:
@@ -49,10 +82,48 @@ class ModuleSettings(MutableMapping[str, Any]):
         self._parts = dict(model.named_modules())
         found = {name: _settings_of(part, has_mode=has_modes) for name, part in self._parts.items()}
         self._keys = [(name, keys) for name, keys in found.items() if keys]
-        self._reads = [(itemgetter(*keys), vars(self._parts[name])) for name, keys in self._keys]
+        self._reads = self._readers()
         self._first = self._seen = self._present()
         self._first_of = self._by_name(self._first)
         self._found: dict[str, Any] = {}
+        self.exchanged: list[str] = []
+        """Modules, with what has become of them, that another process could not be given."""
+        self._kept, self._of_set_up = KeptModules(()), self._parts
+        self.mark()
+
+    def mark(self) -> None:
+        """Note the present modules as those of the set-up, which another process has too when its own ends."""
+        self._collect()
+        self._of_set_up, self.exchanged = dict(self.model.named_modules()), []
+
+    def follow(self) -> bool:
+        """Read the settings of the present modules, and find those that were exchanged; whether any other was found."""
+        if self._kept.are_present:
+            return False
+        self._collect()
+        before, self.exchanged = self.exchanged, _exchanged(self._of_set_up, dict(self.model.named_modules()))
+        return self.exchanged != before
+
+    def keep(self) -> KeptModules:
+        """The present modules, to be put back."""
+        return self._kept if self._kept.are_present else KeptModules(self.model.modules())
+
+    def put_back(self, kept: KeptModules) -> None:
+        """Have the model hold these modules again."""
+        kept.put_back()
+        self.follow()
+
+    def _collect(self) -> None:
+        present = dict(self.model.named_modules())
+        self._kept = KeptModules(present.values())
+        for name, keys in self._keys:
+            part = present.get(name)
+            if part is not None and all(key in vars(part) for key in keys):
+                self._parts[name] = part
+        self._reads = self._readers()
+
+    def _readers(self) -> list[tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]]:
+        return [(itemgetter(*keys), vars(self._parts[name])) for name, keys in self._keys]
 
     def _present(self) -> list[Any]:
         """One setting, or a tuple of all, for each module."""
@@ -134,10 +205,48 @@ def _differs(value: Any, first: Any) -> bool:
     return type(value) is not type(first) or value != first
 
 
+def _exchanged(first: Mapping[str, nn.Module], present: Mapping[str, nn.Module]) -> list[str]:
+    """The modules of the set-up that are others or gone, and those that were added to a library's module, described."""
+    found: list[str] = []
+    metrics = [name for parts in (first, present) for name, part in parts.items() if is_metric(part)]
+    for name in {**first, **present}:
+        if any(name == each or name.startswith(f"{each}.") for each in metrics):
+            continue  # of torchmetrics: their state is kept in another way
+        before, now = first.get(name), present.get(name)
+        parent = first.get(name.rpartition(".")[0])
+        if before is None and now is not None and parent is not None and _is_of_library(parent):
+            found.append(f"module {name} ({type(now).__name__}, added)")
+        elif before is not None and now is None:
+            found.append(f"module {name} ({type(before).__name__}, removed)")
+        elif before is not None and now is not None and now is not before and not _differ_in_settings(before, now):
+            found.append(f"module {name} ({type(now).__name__}, another one)")
+    return found
+
+
+def _differ_in_settings(part: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules of one library's class differ in nothing but settings, and in what is kept of both."""
+    if type(part) is not type(other) or not _is_of_library(part):
+        return False
+    if any(each is not None for each in (*part._parameters.values(), *other._parameters.values())):
+        return False
+    own, others = (
+        {key: value for key, value in vars(each).items() if key not in INTERNAL and not key.startswith(_OF_FSDP)}
+        for each in (part, other)
+    )
+    return own.keys() == others.keys() and all(
+        _is_plain(value) and _is_plain(others[key]) and (key[:1] != "_" or value == others[key])
+        for key, value in own.items()
+    )
+
+
+def _is_of_library(part: nn.Module) -> bool:
+    return all(is_library(base.__module__) for base in type(part).__mro__)
+
+
 def _settings_of(part: nn.Module, *, has_mode: bool) -> tuple[str, ...]:
     """Names of the settings of a module: its mode, and the plain attributes of a library's module."""
     own, mode = vars(part), (_MODE,) if has_mode else ()
-    if "_update_count" in own or not all(is_library(base.__module__) for base in type(part).__mro__):
+    if "_update_count" in own or not _is_of_library(part):
         return mode  # a metric of torchmetrics, or a module of the program
     plain = (key for key, value in own.items() if key not in INTERNAL and key[:1] != "_" and _is_plain(value))
     return *mode, *plain

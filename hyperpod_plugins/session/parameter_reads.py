@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hyperpod_plugins.errors import LoopError, format_list
-from hyperpod_plugins.recovery.attributes import parameters_by_id
+from hyperpod_plugins.parallel.unit_watch import parameters_by_id
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 
 NUM_WATCHED = 8

@@ -19,7 +19,7 @@ from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.parallelize import match_degrees
 from hyperpod_plugins.recovery.held_objects import Way, packages_of, way_of
-from hyperpod_plugins.recovery.local_state import is_metric
+from hyperpod_plugins.recovery.local_objects import is_metric
 from hyperpod_plugins.session.state import TrainedState
 
 

@@ -57,7 +57,7 @@ from hyperpod_plugins.recovery.degrees import (
 )
 from hyperpod_plugins.recovery.engine import join_job
 from hyperpod_plugins.recovery.entries import Entries, load_entry_values, save_entry_values, state_folder
-from hyperpod_plugins.recovery.local_state import ProgramState, is_metric
+from hyperpod_plugins.recovery.local_objects import ProgramState, is_metric
 from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step

@@ -32,7 +32,8 @@ from hyperpod_plugins.parallel.unit_watch import reshard_gathered
 from hyperpod_plugins.recovery import SAVING_GROUP, RecoveryPlan, Snapshot, TrainingState
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, KeptAttributes, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import ALWAYS_KEPT_BYTES, BufferStates
-from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates, ProgramState
+from hyperpod_plugins.recovery.local_objects import ProgramState
+from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates
 from hyperpod_plugins.recovery.module_settings import ModuleSettings
 from hyperpod_plugins.recovery.optimizer_copy import HasState, OptimizerCopy
 from hyperpod_plugins.recovery.packing import MUTABLE_LEAVES, are_same, on_own_device

@@ -1,7 +1,8 @@
 # ruff: noqa: E402 (warnings are off before the imports that would give them)
 """What `test_shapes.py` runs: programs that register, resize and delete buffers, or exchange modules, as they train.
 
-Hooks that precede steps and epochs write to the parameters, and to the optimizer's state.
+Hooks that precede steps and epochs write to the parameters, and to the optimizer's state. What follows a step of the
+loop writes, once, what the ranks agreed on before.
 """
 
 import sys
@@ -32,13 +33,15 @@ class Cached(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
         self.register_buffer("warm_up", torch.full((3,), 0.5))
         self.register_buffer("table", torch.ones(2), persistent=False)
         self.register_buffer("unset", None)
+        self.register_buffer("rare", torch.zeros(2))
 
     def begin_epoch(self, epoch):
         self.register_buffer("table", torch.arange(2.0 + 3 * epoch), persistent=False)
+        self.drop = nn.Dropout(0.1 + epoch / 5)
         if epoch == 1:
             del self.warm_up
 
@@ -48,11 +51,11 @@ class Cached(nn.Module):
         if self.training:
             self.means = torch.cat([self.means, x.detach().mean()[None]])  # of this rank alone
             self.unset = self.means.mean()
-        factor = 1 + self.table.sum() / 100
+        factor = 1 + self.table.sum() / 100 + self.rare.sum()
         if "warm_up" in self._buffers:
             self.warm_up.mul_(0.9)
             factor = factor + self.warm_up.sum()
-        return self.layer(x) * factor + self.means.sum() / 10 + self.unset
+        return self.layer(self.drop(x)) * factor + self.means.sum() / 10 + self.unset
 
     def values(self):
         return {name: buffer.tolist() for name, buffer in self.named_buffers()}
@@ -127,6 +130,8 @@ def loop(folder, faults):
                 return loss
 
             step.run(loss_of)
+        if step.index == 6:
+            model.rare.fill_(model.means.mean())  # of this rank alone, and for the first time
     return {"buffers": model.values(), "state": TrainingState(model, [optimizer]).checksum()}
 
 

@@ -12,7 +12,8 @@ from hyperpod_plugins.errors import CheckpointMismatch, PeerLost
 from hyperpod_plugins.events import listen
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.buffer_states import BufferStates, bytes_of
-from hyperpod_plugins.recovery.local_state import LocalStates, ProgramState, _is_whole, _last_two, _unpacked
+from hyperpod_plugins.recovery.local_objects import ProgramState
+from hyperpod_plugins.recovery.local_state import LocalStates, _is_whole, _last_two, _unpacked
 from hyperpod_plugins.recovery.packing import are_same
 
 
@@ -382,6 +383,26 @@ def test_hooks_that_write_rarely_have_written_on_a_rank_that_is_lost_there():
     (after_a_loss, beside_others), _ = run_ranks(lose_rank_one_after_each_kind_of_rare_writes, world_size=2)
     assert after_a_loss == (4,)  # the one before that wrote in step 2, and the present process has not yet
     assert beside_others == (4,)  # each step wrote a counter, which is equal on both ranks
+
+
+def lose_rank_one_after_a_first_write():
+    """The same with hooks that write for the first time, each rank another value."""
+    dist.init_process_group("hyperpod")
+    model, states = Averaged(), LocalStates(Topology(world_size=2), dist.get_rank())
+    states.register("buffers", BufferStates(model))
+    for step in range(1, 6):
+        states.exchange(step)
+        if step == 5:
+            model.seen.add_(dist.get_rank())
+            model.late.add_(1)
+        states.begin(step)
+    return states.kept_steps
+
+
+@pytest.mark.spawns
+def test_what_hooks_write_for_the_first_time_may_differ_where_ranks_have_agreed():
+    of_zero, _ = run_ranks(lose_rank_one_after_a_first_write, world_size=2)
+    assert of_zero == (4,)
 
 
 class Sized:

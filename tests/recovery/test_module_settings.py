@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.recovery.attributes import PlainAttributes, modules_of_program
@@ -99,3 +100,59 @@ def test_an_attribute_that_the_program_deletes_is_named():
     del own.net[1].momentum, own.net[2].p
     with pytest.raises(ConfigError, match=r"deleted net\.1\.momentum, net\.2\.p"):
         attributes.state_dict()
+
+
+def test_a_module_that_differs_in_settings_is_followed_and_another_one_is_refused():
+    (here, there) = (attributes_of(own := Own()), attributes_of(other := Own()))
+    kept = here.keep()
+    own.net[2] = nn.Dropout(0.25)
+    there.load_state_dict(unpack(pack(here.state_dict())))
+    here.check()
+    assert other.net[2].p == 0.25
+    here.put_back(kept)
+    assert own.net[2].p == 0.1
+    assert here.state_dict() == {}
+
+
+class Half(nn.Module):
+    """Of the program."""
+
+    def forward(self, x):
+        return x / 2
+
+
+EXCHANGES = {
+    r"module net\.2 \(Tanh, another one\)": lambda it: it.net.__setitem__(2, nn.Tanh()),
+    r"module net\.0 \(Linear, another one\)": lambda it: it.net.__setitem__(0, nn.Linear(4, 4)),
+    r"module net\.2 \(Dropout, removed\)": lambda it: it.net.pop(2),
+    r"module net\.3 \(ReLU, added\)": lambda it: it.net.append(nn.ReLU()),
+    r"module half \(Half, another one\)": lambda it: setattr(it, "half", Half()),
+}
+
+
+@pytest.mark.parametrize("message", EXCHANGES)
+def test_a_module_that_no_other_process_would_have_is_refused(message):
+    own = Own()
+    own.half = Half()
+    attributes = attributes_of(own)
+    kept = attributes.keep()
+    attributes.state_dict()
+    attributes.check()
+    EXCHANGES[message](own)
+    attributes.state_dict()
+    with pytest.raises(ConfigError, match=message):
+        attributes.check()
+    attributes.put_back(kept)
+    attributes.state_dict()
+    attributes.check()
+
+
+def test_modules_that_the_set_up_exchanges_or_a_forward_creates_and_metrics_are_not_refused():
+    own = Own()
+    own.mean = MeanMetric()
+    attributes = attributes_of(own)
+    own.net[2] = nn.Tanh()
+    attributes.mark_own()
+    own.lazy, own.mean = nn.ReLU(), MeanMetric()
+    attributes.state_dict()
+    attributes.check()

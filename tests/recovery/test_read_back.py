@@ -12,7 +12,8 @@ from torchmetrics import MeanMetric, Metric
 from hyperpod_plugins.lightning.local_state import MetricStates
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import BufferStates
-from hyperpod_plugins.recovery.local_state import BUFFERS, ProgramState
+from hyperpod_plugins.recovery.local_objects import ProgramState
+from hyperpod_plugins.recovery.local_state import BUFFERS
 from hyperpod_plugins.recovery.rehearsal import StateReadBack
 from hyperpod_plugins.recovery.state_digests import first_kind, local_digests, steady_digests, value_digest
 

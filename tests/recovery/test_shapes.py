@@ -20,7 +20,7 @@ def test_buffers_that_change_are_those_of_an_undisturbed_fit(tmp_path):
 
 @pytest.mark.spawns
 def test_buffers_that_change_are_those_of_an_undisturbed_loop(tmp_path):
-    faults = "kill:1:step1:0 kill:2:step4:0 raise:0:step6:0 kill:3:step9:0"
+    faults = "kill:1:step1:0 kill:2:step4:0 raise:0:step6:0 kill:1:step7:0 kill:3:step9:0"
     undisturbed, _ = results("program_shapes.py", tmp_path / "undisturbed", "loop")
     disturbed, text = results("program_shapes.py", tmp_path / "disturbed", f"loop {faults}")
     assert text.count(" 0 steps lost") == 4, text[-8000:]
