@@ -15,7 +15,7 @@ import gc
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,27 +87,21 @@ def _nothing() -> None:
     """Called when a batch was fetched."""
 
 
-class Module(pl.LightningModule):
-    """The workload; each batch is fetched when its turn begins, with recovery on or off."""
+def in_turns(turns: Iterator[int], schedule: harness.Schedule) -> Callable[[pl.Trainer], None]:
+    """Returns what has a trainer train a step in each turn; each batch is fetched when its turn begins.
 
-    def __init__(self, turns: Iterator[int], schedule: harness.Schedule, part: Part) -> None:
-        super().__init__()
-        self.turns = turns
-        self.schedule = schedule
-        self.part = part
-        self.switch = Switch()
-        self.model = workload.make_model()
-        if part.has_local_state:
-            self.register_buffer("mean_token", torch.zeros(workload.SEQUENCE + 1))
+    In a closure: attributes of the module would be those of the program, whose changes recovery looks for.
+    """
+    switch = Switch()
 
-    def on_train_start(self) -> None:
-        self.switch.attach(self.trainer.strategy)
-        loop = self.trainer.fit_loop.epoch_loop
+    def begin(trainer: pl.Trainer) -> None:
+        switch.attach(trainer.strategy)
+        loop = trainer.fit_loop.epoch_loop
         advance = loop.advance
 
         def take_turn(fetcher: Any) -> None:
-            step = next(self.turns, None)
-            self.switch.turn(is_on=step is None or is_on(step, self.schedule))
+            step = next(turns, None)
+            switch.turn(is_on=step is None or is_on(step, schedule))
             if step is None:
                 raise StopIteration  # ends the epoch
             advance(fetcher)
@@ -116,9 +110,26 @@ class Module(pl.LightningModule):
         gc.collect()
         gc.freeze()  # a collection of all that was imported takes a step's time, and falls into somebody's turn
 
+    return begin
+
+
+class Module(pl.LightningModule):
+    """The workload."""
+
+    def __init__(self, begin: Callable[[pl.Trainer], None], part: Part) -> None:
+        super().__init__()
+        self.begin, self.samples = begin, part.samples
+        self.has_local_state = part.has_local_state
+        self.model = workload.make_model()
+        if self.has_local_state:
+            self.register_buffer("mean_token", torch.zeros(workload.SEQUENCE + 1))
+
+    def on_train_start(self) -> None:
+        self.begin(self.trainer)
+
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = workload.loss_of(self.model, rows)
-        if self.part.has_local_state:
+        if self.has_local_state:
             self.mean_token.lerp_(rows.float().mean(0), 0.1)
             self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
@@ -127,7 +138,7 @@ class Module(pl.LightningModule):
         return workload.make_optimizer(self.model)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return workload.make_loader(self.global_rank, WORLD_SIZE, self.part.samples)
+        return workload.make_loader(self.global_rank, WORLD_SIZE, self.samples)
 
 
 class ModuleWithHook(Module):
@@ -170,7 +181,7 @@ def train(turns: Iterator[int], schedule: harness.Schedule, folder: str, snapsho
         use_distributed_sampler=False,
     )
     kind = ModuleWithHook if part.has_hook else Module
-    trainer.fit(kind(turns, schedule, part))
+    trainer.fit(kind(in_turns(turns, schedule), part))
 
 
 def compare(schedule: harness.Schedule, part: Part) -> harness.Comparison:

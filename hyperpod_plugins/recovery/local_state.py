@@ -112,7 +112,7 @@ class LocalStates:
         """
         self._rank = rank
         self._buddy_of = buddies(topology)
-        self._buddy, self._ward = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
+        self._buddy, self._source = self._buddy_of[rank], sources_of(self._buddy_of)[rank]
         self._channel = Channel(None, "local")
         self._states: dict[str, RankLocalState] = {}
         self._of_program: dict[str, ProgramState] = {}
@@ -143,9 +143,9 @@ class LocalStates:
         """Whether this process has begun no step after a commit, and cannot know yet what code after it writes."""
         self._begins_in = -1
         """Step whose beginning follows no commit, but the set-up, a checkpoint, or a repair before a part."""
-        self._ward_gives: bool | None = None
+        self._source_gives: bool | None = None
         """Whether the source rank's state is written after commits, as it has last said; None if it has not yet."""
-        self._ward_writes_alone = False
+        self._source_writes_alone = False
         """Whether code after a commit was ever found to write on the source rank what it did not write here."""
         self._equal_step = NO_STATE if former is None else former._equal_step
         """Number of steps after which the states of all ranks were equal, but for those registered as repeated."""
@@ -243,12 +243,12 @@ class LocalStates:
         """
         if step in (self._late_at, self._restored_at) or self.is_at_commit:
             return False
-        if self._ward_writes_alone:
+        if self._source_writes_alone:
             return True
         own, kept = (_unpacked(states.get(step, b"")) for states in (self._own, self._kept))
         return any(
             self._may_differ(step, name, own.get(name, {}), kept.get(name, {}))
-            for name in self._written_here(step, own, self._ward_gives is not False)
+            for name in self._written_here(step, own, self._source_gives is not False)
         )
 
     def _may_differ(self, step: int, name: str, own: dict[str, Any], kept: dict[str, Any]) -> bool:
@@ -343,7 +343,7 @@ class LocalStates:
         """State last sent to the buddy."""
         self._last_own = self._last_kept = b""
         self._agreed.forget_written()
-        self._ward_gives = None
+        self._source_gives = None
         self._is_after_part = False
         """Whether a part outside steps has begun, or a save has ended, since the last exchange of a vote."""
         self._gives_at = self._gets_at = self._late_at = self._awaited_at = self._restored_at = self._begun_at = -1
@@ -391,23 +391,23 @@ class LocalStates:
         self._own = _last_two(self._own, step, data)
         self._kept = _last_two(self._kept, step, kept)
         self._kept_at_commits = _last_two(self._kept_at_commits, step, kept)
-        self._ward_gives = bool(told & _GIVES_AGAIN)
-        self._gives_at, self._gets_at = step if gives else -1, step if self._ward_gives else -1
-        return gives or self._ward_gives or not self._is_equal
+        self._source_gives = bool(told & _GIVES_AGAIN)
+        self._gives_at, self._gets_at = step if gives else -1, step if self._source_gives else -1
+        return gives or self._source_gives or not self._is_equal
 
     def _passed_round(self, label: str, flags: int, data: bytes) -> tuple[int, bytes]:
         """Send flags and data to the buddy, and receive those of the source rank."""
         if is_large := len(data) >= Channel.SMALL_BYTES:
             flags |= _FOLLOWS
         given = bytes([flags]) + (b"" if is_large else data)
-        taken = self._channel.send_receive(label, given, to=self._buddy, of=self._ward)
+        taken = self._channel.send_receive(label, given, to=self._buddy, of=self._source)
         told, taken = taken[0], taken[1:]
         sends = {self._buddy: [data]} if is_large else {}
-        receives = {self._ward: [LIMIT_BYTES]} if told & _FOLLOWS else {}
+        receives = {self._source: [LIMIT_BYTES]} if told & _FOLLOWS else {}
         if sends or receives:
             received = self._channel.exchange(label, sends=sends, receives=receives)
             if receives:
-                taken = _raw(received[self._ward][0])
+                taken = _raw(received[self._source][0])
         return told, taken
 
     def begin(self, step: int, *, begins_epoch: bool = False) -> None:
@@ -434,7 +434,7 @@ class LocalStates:
         if is_written and self._last is not None and step in self._own:
             self._agreed.note_written({name: self._states[name] for name in self._written_after}, present, self._last)
         sends = {self._buddy: [self._packed(present)]} if gives else {}
-        receives = {self._ward: [LIMIT_BYTES]} if gets else {}
+        receives = {self._source: [LIMIT_BYTES]} if gets else {}
         if not (sends or receives):
             return
         self._awaited_at = step if gets else -1
@@ -442,11 +442,11 @@ class LocalStates:
         with contextlib.suppress(PeerLost):
             received = self._channel.exchange(label, sends=sends, receives=receives)
             if receives:
-                late, kept = _raw(received[self._ward][0]), self._kept.get(step, b"")
+                late, kept = _raw(received[self._source][0]), self._kept.get(step, b"")
                 is_same_here = are_same(present, self._last) if gives else step not in self._written_after.values()
                 is_known = _is_whole(late) and _is_whole(kept) and is_same_here
                 if is_known and late != kept and not are_same(_unpacked(late), _unpacked(kept)):
-                    self._ward_writes_alone = True
+                    self._source_writes_alone = True
                 self._kept[step], self._late_at = late, step
 
     def begin_part(self, step: int) -> None:
@@ -468,8 +468,10 @@ class LocalStates:
         data = self._packed(present)
         label = f"the state of one rank as a part after step {step} begins"
         with contextlib.suppress(PeerLost):
-            received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
-            self._last, self._last_own, self._last_kept = present, data, _raw(received[self._ward][0])
+            received = self._channel.exchange(
+                label, sends={self._buddy: [data]}, receives={self._source: [LIMIT_BYTES]}
+            )
+            self._last, self._last_own, self._last_kept = present, data, _raw(received[self._source][0])
             self._own[step], self._kept[step] = self._last_own, self._last_kept
 
     def note_hooks(self) -> None:
@@ -530,11 +532,13 @@ class LocalStates:
             data = self._packed(self._present_with_before())
         label = f"the state of one rank from which step {step} begins"
         try:
-            received = self._channel.exchange(label, sends={self._buddy: [data]}, receives={self._ward: [LIMIT_BYTES]})
+            received = self._channel.exchange(
+                label, sends={self._buddy: [data]}, receives={self._source: [LIMIT_BYTES]}
+            )
         except PeerLost:
             self._late_at = late_at  # what is kept is still that of the beginning of the step
             raise
-        self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._ward][0])}, step
+        self._own, self._kept, self._restored_at = {step: data}, {step: _raw(received[self._source][0])}, step
         self._kept_at_commits = dict(self._kept)
 
     def send_to_joiners(self, sources: Mapping[int, int], give: Callable[[], bytes]) -> bytes:
@@ -604,7 +608,7 @@ class LocalStates:
         """
         give = self._given_as_equal if are_equal else partial(self._given_to_joiner, step)
         targets = [target for target, giver in givers.items() if giver == self._rank]
-        sends = {target: [*give(), self._begun_of_ward(step)] for target in targets}
+        sends = {target: [*give(), self._begun_of_source(step)] for target in targets}
         giver = givers.get(self._rank)
         receives = {} if giver is None else {giver: [_LARGEST_BYTES, LIMIT_BYTES, LIMIT_BYTES]}
         if not (sends or receives):
@@ -613,7 +617,7 @@ class LocalStates:
         data, leave, begun = map(_raw, received[giver]) if giver is not None else (b"", b"", b"")
         return data, unpack(leave) if leave else {}, begun
 
-    def _begun_of_ward(self, step: int) -> bytes:
+    def _begun_of_source(self, step: int) -> bytes:
         """What the source rank last sent before its step, with what it was as the body began; empty if not needed."""
         earlier = [each for each in self._kept if each < step] if self.is_at_commit else []
         return self._kept[max(earlier)] if earlier else b""
@@ -702,7 +706,9 @@ class LocalStates:
         if self._late_at == step or not _is_whole(self._own.get(step, b"")):
             return {}
         before = _unpacked(self._own[step])
-        alone = {name for name, at in self._written_after.items() if self._ward_gives is False and at not in (step, -1)}
+        alone = {
+            name for name, at in self._written_after.items() if self._source_gives is False and at not in (step, -1)
+        }
         found = {name: sorted(state.written(before.get(name, {}))) for name, state in self._states.items()}
         return {name: parts for name, parts in found.items() if parts and name not in alone}
 

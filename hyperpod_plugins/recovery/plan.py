@@ -388,10 +388,10 @@ def plan_salvage(arrivals: Mapping[int, Arrival], topology: Topology) -> Salvage
     Returns:
         The plan, or None if there is no such step. Replicas of a shard are identical, so one of them suffices.
     """
-    ward_of, size = sources_of(buddies(topology)), topology.replica_size
+    source_of, size = sources_of(buddies(topology)), topology.replica_size
     held: defaultdict[int, defaultdict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, arrival in sorted(arrivals.items()):
-        for owner, steps in ((rank, arrival.snapshots), (ward_of[rank], arrival.source_snapshots)):
+        for owner, steps in ((rank, arrival.snapshots), (source_of[rank], arrival.source_snapshots)):
             for step in steps:
                 held[step][owner % size].append((rank, owner))
     newest = max((step for step, shards in held.items() if step > 0 and len(shards) == size), default=None)

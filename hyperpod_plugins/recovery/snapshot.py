@@ -38,7 +38,7 @@ from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
-from hyperpod_plugins.recovery.state_transfer import TrainingState
+from hyperpod_plugins.recovery.state_transfer import TrainingState, num_bytes_of
 
 # The snapshot interval: as short as the cost limit allows. Each rank measures its own cost; all use one interval.
 
@@ -48,6 +48,8 @@ _NUM_STEPS = 20
 _NUM_BEFORE = 3
 _CHANGE = 2
 """The interval changes again only if the wanted one is longer or shorter by at least this factor."""
+_AIM = MAX_COST / _CHANGE
+"""What the wanted interval costs, so that one which does not change yet costs no more than the limit."""
 
 
 class SnapshotPace:
@@ -146,14 +148,14 @@ class SnapshotPace:
 
 
 def wanted_interval(cost_s: float, exchange_s: float, step_s: float) -> int:
-    """The smallest interval, in steps, at which snapshots cost at most `MAX_COST` and no exchange delays the next one.
+    """The smallest interval, in steps, at which snapshots cost at most `_AIM` and no exchange delays the next one.
 
     Args:
         cost_s: training time that one snapshot costs.
         exchange_s: duration of its exchange in the background.
         step_s: duration of a step.
     """
-    return max(1, math.ceil(cost_s / (MAX_COST * step_s)), math.ceil(exchange_s / step_s))
+    return max(1, math.ceil(cost_s / (_AIM * step_s)), math.ceil(exchange_s / step_s))
 
 
 def agreed_interval(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
@@ -338,16 +340,16 @@ class Snapshots:
         ranks_here = topology.ranks_per_node or topology.world_size
         self._limit_bytes = int(policy.memory_fraction * host_memory_bytes() / ranks_here)
         is_pinned = any(each.is_cuda for each in state.tensors().values())
-        own, of_ward = (
+        own, of_source = (
             (None, None)
             if memory is None
-            else (memory.slots("own", self._rank), memory.slots("ward", self.source_rank))
+            else (memory.slots("own", self._rank), memory.slots("source", self.source_rank))
         )
         self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
         self._own = SnapshotBuffer(is_pinned=is_pinned, slots=own)
-        self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_ward)
-        for shelf in (self._own, self._of_source):
-            shelf.load_previous(is_good=memory is not None and memory.is_replacement)
+        self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_source)
+        for buffer in (self._own, self._of_source):
+            buffer.load_previous(is_good=memory is not None and memory.is_replacement)
         self._outlives = memory is not None
         self._has_buddies = policy.needs_buddies or memory is None  # see [Note: no buddies]
         self._committed = None if memory is None else memory.committed_steps(self._rank)
@@ -410,7 +412,7 @@ class Snapshots:
 
         Raises:
             ConfigError: the snapshots exceed the memory limit, and the policy requires them.
-            RecoveryError: see `settle`.
+            RecoveryError: see `wait`.
         """
         self._pace.begin_step(step, time.perf_counter())
         if self._is_off or not self._pace.is_due(step):
@@ -489,12 +491,13 @@ class Snapshots:
 
     def _copy(self, step: int, describe: Callable[[], bytes]) -> Snapshot | None:
         """Copy this rank's present state; None if it exceeds the memory limit, which the exchange then announces."""
-        num_bytes = self._state.num_bytes()
+        tensors = self._state.tensors()
+        num_bytes = num_bytes_of(tensors)
         if self._num_copies * num_bytes > self._limit_bytes:
             return None
         data = self._own.allocate(max(1, num_bytes), keep=self._complete)  # an empty file cannot be mapped
-        self._state.copy_to(data[:num_bytes])
-        own = Snapshot(step=step, header=self._state.header(), trainer=describe(), data=data)
+        self._state.copy_to(data[:num_bytes], tensors)
+        own = Snapshot(step=step, header=self._state.header(tensors), trainer=describe(), data=data)
         self._own.put(own)
         return own
 
@@ -582,9 +585,9 @@ class Snapshots:
 
     def drop_damaged(self) -> None:
         """Drop the snapshots of the previous process that are damaged."""
-        for shelf in (self._own, self._of_source):
-            for step in shelf.steps:
-                shelf.is_intact(step)
+        for buffer in (self._own, self._of_source):
+            for step in buffer.steps:
+                buffer.is_intact(step)
 
     def is_intact(self, step: int) -> bool:
         """Whether this rank's snapshots of a step are intact; drops those that are not.
@@ -592,7 +595,7 @@ class Snapshots:
         Raises:
             PeerLost: the groups broke meanwhile.
         """
-        return all([shelf.is_intact(step, _refuse_broken) for shelf in (self._own, self._of_source)])
+        return all([buffer.is_intact(step, _refuse_broken) for buffer in (self._own, self._of_source)])
 
     # -- restoring -----------------------------------------------------------------------------------------------
 

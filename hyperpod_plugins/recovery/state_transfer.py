@@ -99,17 +99,22 @@ class TrainingState:
 
     def num_bytes(self) -> int:
         """Size of all local tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return num_bytes_of(self.tensors())
 
     def checksum(self) -> int:
         """CRC-32 of every tensor's bytes, in the order of their names; equal on replicas of one shard."""
         return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
-    def header(self) -> bytes:
-        """Description of the tensors, and the optimizers' state beside tensors; `packed` bytes."""
+    def header(self, tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
+        """Description of the tensors, and the optimizers' state beside tensors; `packed` bytes.
+
+        Args:
+            tensors: result of `tensors`, if it is known.
+        """
+        tensors = self.tensors() if tensors is None else tensors
         described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
         header = {
-            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in self.tensors().items()],
+            "tensors": [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
             "optimizers": described,
             "checksum": self.checksum() if self._verify else 0,
             "places": self._whole_tensors() | self._places_of_state(described),
@@ -132,10 +137,15 @@ class TrainingState:
             if _is_optimizer_state(name):
                 tensor.zero_()
 
-    def copy_to(self, data: torch.Tensor) -> None:
-        """Copy the bytes of all tensors into `data`, a one-dimensional uint8 tensor of `num_bytes()` elements."""
-        tensors = list(self.tensors().values())
-        for tensor, part in zip(tensors, data.split([tensor.nbytes for tensor in tensors]), strict=True):
+    def copy_to(self, data: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Copy the bytes of all tensors into `data`, a one-dimensional uint8 tensor of `num_bytes()` elements.
+
+        Args:
+            data: to be filled.
+            tensors: result of `tensors`, if it is known.
+        """
+        found = [*(self.tensors() if tensors is None else tensors).values()]
+        for tensor, part in zip(found, data.split([tensor.nbytes for tensor in found]), strict=True):
             part.copy_(_bytes(tensor))
 
     def copy_from(self, header: bytes, data: torch.Tensor, whose: str) -> None:
@@ -380,6 +390,11 @@ class TrainingState:
                 _like(parameter, local) if layout is None else from_local_with_layout(layout, parameter, local)
             )
         set_optimizer(self.model, optimizer, state, header["optimizers"][index])
+
+
+def num_bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Size of some tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _parameters_in(names: Iterable[str]) -> list[str]:

@@ -449,9 +449,9 @@ def share_states_of_all_sizes():
 @pytest.mark.spawns
 def test_buddies_keep_states_of_all_sizes_beside_others():
     of_ranks = run_ranks(share_states_of_all_sizes, world_size=3, timeout_s=60)
-    ward_of = [found[-1][0] for found in of_ranks]
-    assert sorted(ward_of) == [0, 1, 2]
-    for found, source_rank in zip(of_ranks, ward_of, strict=True):
+    source_of = [found[-1][0] for found in of_ranks]
+    assert sorted(source_of) == [0, 1, 2]
+    for found, source_rank in zip(of_ranks, source_of, strict=True):
         wanted = [[source_rank] * sizes[source_rank] if sizes[source_rank] < 2**20 else None for sizes in SIZES]
         assert found == wanted
 

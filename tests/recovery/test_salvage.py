@@ -8,7 +8,7 @@ from hyperpod_plugins.recovery.plan import buddies, plan_salvage
 
 
 def arrivals(**snapshots):
-    """Of the ranks `r0=((own steps), (steps of the ward))`."""
+    """Of the ranks `r0=((own steps), (steps of its source))`."""
     return {
         int(name[1:]): Arrival(incarnation=0, snapshots=own, source_snapshots=source_rank)
         for name, (own, source_rank) in snapshots.items()

@@ -301,10 +301,10 @@ def turn_off_and_repair(snapshots, make, store):
 @pytest.mark.spawns
 def test_ranks_keep_the_last_complete_snapshot_and_get_it_back():
     for rank, found in enumerate(run_ranks(exchange, 0, world_size=3)):
-        after_ten, (own, of_ward), is_equal, trainer, again, left_out, is_off, alone = found
+        after_ten, (own, of_source), is_equal, trainer, again, left_out, is_off, alone = found
         assert after_ten == ((5, 10), (5, 10))
         assert 10 in own
-        assert 10 in of_ward
+        assert 10 in of_source
         assert is_equal
         assert trainer == f"trainer {rank} at 10".encode()
         assert again is None

@@ -8,10 +8,10 @@ from hyperpod_plugins.recovery.snapshot import SnapshotPace, agreed_interval, wa
 @pytest.mark.parametrize(
     ("cost_s", "exchange_s", "step_s", "expected"),
     [
-        (0.0004, 0.003, 0.1, 1),
-        (0.0006, 0.003, 0.1, 2),
-        (0.005, 0.01, 0.1, 10),
-        (1.0, 20.0, 1.0, 200),
+        (0.0002, 0.003, 0.1, 1),
+        (0.0003, 0.003, 0.1, 2),
+        (0.005, 0.01, 0.1, 20),
+        (1.0, 20.0, 1.0, 400),
         (0.0, 20.0, 1.0, 20),  # nobody waits for an exchange
     ],
 )
@@ -38,8 +38,8 @@ def measured(pace):
     for step in range(30):
         pace.begin_step(step, 0.1 * step)
         if pace.is_due(step):
-            pace.record_copy(0.0012)
-            pace.record_exchange(0.01, 0.0002)
+            pace.record_copy(0.0006)
+            pace.record_exchange(0.01, 0.0001)
             pace.agree_on([pace.wanted_steps()])
             pace.adopt()
     return pace

@@ -95,9 +95,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch
     }
 
 
-def _of_own_layout(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, DTensor]]:
+def _of_own_layout(names: Mapping[int, str], optimizer: Optimizer) -> list[tuple[str, DTensor]]:
     """Return the optimizer state tensors whose layout differs from the parameter's, such as Adafactor's row sums."""
-    names = _parameter_names(model)
     return [
         (f"{_name_of(parameter, names)}.{key}", value)
         for parameter, state in optimizer.state.items()
@@ -121,14 +120,13 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
         }
         for group in optimizer.param_groups
     ]
-    values = {
-        _name_of(parameter, names): to_python_scalars(
-            {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-        )
+    others = {
+        _name_of(parameter, names): {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for parameter, state in optimizer.state.items()
     }
+    values = {name: to_python_scalars(state) if state else {} for name, state in others.items()}
     kind = {"class": type(optimizer).__name__, "hyperparameters": sorted(optimizer.defaults)}
-    own = {name: layout_of(name, tensor) for name, tensor in _of_own_layout(model, optimizer)}
+    own = {name: layout_of(name, tensor) for name, tensor in _of_own_layout(names, optimizer)}
     return {**kind, "param_groups": groups, "values": values, "layouts": own}
 
 
@@ -288,7 +286,7 @@ def set_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]
 ) -> None:
     """Replace an optimizer's state and hyperparameters by the loaded ones."""
-    parameters = {name: parameter for parameter, name in _parameter_names(model).items()}
+    parameters = parameters_by_saved_name(model)
     optimizer.state.clear()
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition(".")
@@ -311,12 +309,13 @@ def to_python_scalars(values: Any) -> Any:
     return tree_map_only(np.generic, lambda each: each.item(), values)
 
 
-def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """Names of the parameters, by their `id`: a tensor is slow to look up."""
+    return {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
 
 
-def _name_of(parameter: torch.Tensor, names: Mapping[torch.Tensor, str]) -> str:
-    name = names.get(parameter)
+def _name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
     if name is None:
         raise CheckpointError(
             f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model, so it has no "
