@@ -1,8 +1,12 @@
 """Each kind of fault in each phase of each program: it ends with the same bits, or is refused before the first step.
 
     python tests/recovery/matrix.py --kinds kill,stop --programs hsdp,muon --phases commit,voted --parallel 2
+    python tests/recovery/matrix.py --kinds segfault --programs hsdp --repeat 100 --keep /tmp/matrix
 
 Prints a line a job while it runs, and a table at the end; exits with 1 if a cell failed. `test_matrix.py` runs a part.
+The second call looks for what fails rarely: it runs each job a hundred times, and keeps what the ranks of those that
+fail have printed, and their results, beside those of the undisturbed job.
+
 Faults of several phases come one after the other in one job, at steps of their own. Where that job fails it is run
 again with one half of the phases each, down to the one that fails by itself; if none does, and all fail together a
 second time, all have failed.
@@ -12,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -142,8 +147,10 @@ class Outcome:
 class Matrix:
     """Runs jobs, and compares each with an undisturbed one of the same program."""
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor, timeout_s: float = TIMEOUT_S) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, pool: ThreadPoolExecutor, timeout_s: float = TIMEOUT_S, *, keeps_failed: bool = False
+    ) -> None:
+        self._folder, self._keeps_failed = folder, keeps_failed
         self._pool = pool
         self._timeout_s = timeout_s
         self._calm: dict[str, Future[Job]] = {}
@@ -208,7 +215,12 @@ class Matrix:
             job = self._job(cells.program, cells.kind, cells.faults)
         except AssertionError as error:  # it did not end, or has left processes
             return str(error).splitlines()[0], str(error)
-        return compare(calm, job, cells.faults), logs_of(job)
+        why = compare(calm, job, cells.faults)
+        if why and self._keeps_failed:
+            say(f"kept in {job.folder}; the undisturbed one in {calm.folder}")
+        elif self._keeps_failed:
+            shutil.rmtree(job.folder)
+        return why, logs_of(job) if why else ""
 
 
 def compare(calm: Job, job: Job, faults: Sequence[Sequence[str | int]], *, ignored: tuple[str, ...] = ()) -> str:
@@ -276,6 +288,8 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=2, help="jobs at a time, of four ranks each")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for one job")
     parser.add_argument("--json", type=Path, help="write the cells to this file")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each job N times")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the folders of jobs that fail, in this one")
     args = parser.parse_args()
     chosen = {name: getattr(args, name).split(",") for name in ("kinds", "phases", "programs")}
     for name, values in (("kinds", KINDS), ("phases", PHASES), ("programs", PROGRAMS)):
@@ -284,9 +298,13 @@ def main() -> int:
             parser.error(f"--{name} has {', '.join(unknown)}. Choose of {', '.join(values)}.")
     phases = [phase for phase in PHASES if phase in chosen["phases"]]
     jobs = [job for program in chosen["programs"] for kind in chosen["kinds"] for job in jobs_of(program, kind, phases)]
+    jobs *= args.repeat
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="matrix-") as folder, ThreadPoolExecutor(args.parallel) as pool:
-        matrix = Matrix(Path(folder), pool, args.timeout)
+    with tempfile.TemporaryDirectory(prefix="matrix-") as temporary, ThreadPoolExecutor(args.parallel) as pool:
+        if args.keep is not None:
+            args.keep.mkdir(parents=True, exist_ok=True)
+        folder = temporary if args.keep is None else tempfile.mkdtemp(dir=args.keep)
+        matrix = Matrix(Path(folder), pool, args.timeout, keeps_failed=args.keep is not None)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         try:
             outcomes = matrix.run(jobs)
