@@ -41,10 +41,11 @@ from typing_extensions import override
 from hyperpod_plugins.errors import ConfigError, StateLost, format_list
 from hyperpod_plugins.lightning.compat import Callback, Trainer, callbacks_of, is_overridden, original
 from hyperpod_plugins.lightning.local_state import metrics_of
-from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.local_objects import ProgramState
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 
 _log = logging.getLogger(__name__)
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -28,11 +28,12 @@ from hyperpod_plugins.lightning.compat import (
 )
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.weight_averaging import AveragedBuffers, CallbackAverage
-from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, is_of_program, modules_of_program
+from hyperpod_plugins.recovery.attributes import ATTRIBUTES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.buffer_states import BufferStates, TensorSpecCache, packed_tensors, unpacked_tensors
 from hyperpod_plugins.recovery.local_objects import RankLocalState
 from hyperpod_plugins.recovery.local_state import BUFFERS, EPOCH_SUFFIX, LocalStates
 from hyperpod_plugins.recovery.module_settings import Modes, ModuleSettings
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 from hyperpod_plugins.recovery.undo import copied_value
 
 

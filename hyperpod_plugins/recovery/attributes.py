@@ -78,7 +78,7 @@ from hyperpod_plugins.recovery.held_objects import (
 )
 from hyperpod_plugins.recovery.module_settings import KeptModules, ModuleSettings
 from hyperpod_plugins.recovery.packing import are_same, pack
-from hyperpod_plugins.recovery.program_collectives import is_library
+from hyperpod_plugins.recovery.program_collectives import is_library, is_of_program
 
 _log = logging.getLogger(__name__)
 ATTRIBUTES = "attributes"
@@ -98,11 +98,6 @@ _FIRST_ELEMENTS = 2**22
 """In the first copies, so many elements of large tensors are copied that were not written to yet."""
 _ELEMENTS = 2**15
 """The same in all later copies."""
-
-
-def is_of_program(cls: type) -> bool:
-    """Whether the program defines this class, or one that it derives from."""
-    return not all(is_library(base.__module__) for base in cls.__mro__)
 
 
 def modules_of_program(model: nn.Module) -> list[tuple[str, object]]:

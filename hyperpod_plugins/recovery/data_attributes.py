@@ -26,8 +26,9 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hyperpod_plugins.errors import ConfigError, StateLost, format_list
 from hyperpod_plugins.recovery.attribute_values import CONTAINERS, MAX_ENTRIES, num_entries
-from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.packing import pack, unpack
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 
 DataPlace = tuple[int, int, int]
 """Number of completed epochs, place in the epoch, and batch; later places are larger."""

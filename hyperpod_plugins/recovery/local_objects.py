@@ -160,7 +160,9 @@ class AgreedParts:
             present: what they are.
             read_other: returns those of the other rank; empty if they are not known.
         """
-        others = read_other() if self._written else {}
+        if not self._written:
+            return
+        others = read_other()
         for name, parts in self._written.items() if others else ():
             own, other = present.get(name, {}), others.get(name, {})
             differing = set[str]() if are_same(own, other) else states[name].written(other, own) or parts

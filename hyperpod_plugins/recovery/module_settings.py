@@ -27,7 +27,7 @@ from hyperpod_plugins.recovery.attribute_values import SCALARS
 from hyperpod_plugins.recovery.buffer_layout import ModuleTables
 from hyperpod_plugins.recovery.held_objects import INTERNAL
 from hyperpod_plugins.recovery.local_objects import is_metric
-from hyperpod_plugins.recovery.program_collectives import is_library
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 
 _MODE = "training"
 _OF_FSDP = "_fsdp", "_is_fsdp"
@@ -93,15 +93,13 @@ class ModuleSettings(MutableMapping[str, Any]):
 
     def mark(self) -> None:
         """Note the present modules as those of the set-up, which another process has too when its own ends."""
-        self._collect()
-        self._of_set_up, self.exchanged = dict(self.model.named_modules()), []
+        self._of_set_up, self.exchanged = self._collect(), []
 
     def follow(self) -> bool:
         """Read the settings of the present modules, and find those that were exchanged; whether any other was found."""
         if self._kept.are_present:
             return False
-        self._collect()
-        before, self.exchanged = self.exchanged, _exchanged(self._of_set_up, dict(self.model.named_modules()))
+        before, self.exchanged = self.exchanged, _exchanged(self._of_set_up, self._collect())
         return self.exchanged != before
 
     def keep(self) -> KeptModules:
@@ -113,7 +111,8 @@ class ModuleSettings(MutableMapping[str, Any]):
         kept.put_back()
         self.follow()
 
-    def _collect(self) -> None:
+    def _collect(self) -> dict[str, nn.Module]:
+        """Read the settings of the present modules from now on; returns these modules by name."""
         present = dict(self.model.named_modules())
         self._kept = KeptModules(present.values())
         for name, keys in self._keys:
@@ -121,6 +120,7 @@ class ModuleSettings(MutableMapping[str, Any]):
             if part is not None and all(key in vars(part) for key in keys):
                 self._parts[name] = part
         self._reads = self._readers()
+        return present
 
     def _readers(self) -> list[tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]]:
         return [(itemgetter(*keys), vars(self._parts[name])) for name, keys in self._keys]
@@ -214,7 +214,7 @@ def _exchanged(first: Mapping[str, nn.Module], present: Mapping[str, nn.Module])
             continue  # of torchmetrics: their state is kept in another way
         before, now = first.get(name), present.get(name)
         parent = first.get(name.rpartition(".")[0])
-        if before is None and now is not None and parent is not None and _is_of_library(parent):
+        if before is None and now is not None and parent is not None and not is_of_program(type(parent)):
             found.append(f"module {name} ({type(now).__name__}, added)")
         elif before is not None and now is None:
             found.append(f"module {name} ({type(before).__name__}, removed)")
@@ -225,10 +225,12 @@ def _exchanged(first: Mapping[str, nn.Module], present: Mapping[str, nn.Module])
 
 def _differ_in_settings(part: nn.Module, other: nn.Module) -> bool:
     """Whether two modules of one library's class differ in nothing but settings, and in what is kept of both."""
-    if type(part) is not type(other) or not _is_of_library(part):
+    if type(part) is not type(other) or is_of_program(type(part)):
         return False
     if any(each is not None for each in (*part._parameters.values(), *other._parameters.values())):
         return False
+    if any(value for each in (part, other) for key, value in vars(each).items() if key.endswith("_hooks")):
+        return False  # the other process would have the hooks of its own module
     own, others = (
         {key: value for key, value in vars(each).items() if key not in INTERNAL and not key.startswith(_OF_FSDP)}
         for each in (part, other)
@@ -239,14 +241,10 @@ def _differ_in_settings(part: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def _is_of_library(part: nn.Module) -> bool:
-    return all(is_library(base.__module__) for base in type(part).__mro__)
-
-
 def _settings_of(part: nn.Module, *, has_mode: bool) -> tuple[str, ...]:
     """Names of the settings of a module: its mode, and the plain attributes of a library's module."""
     own, mode = vars(part), (_MODE,) if has_mode else ()
-    if "_update_count" in own or not _is_of_library(part):
+    if "_update_count" in own or is_of_program(type(part)):
         return mode  # a metric of torchmetrics, or a module of the program
     plain = (key for key, value in own.items() if key not in INTERNAL and key[:1] != "_" and _is_plain(value))
     return *mode, *plain

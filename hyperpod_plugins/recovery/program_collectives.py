@@ -271,6 +271,11 @@ def is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
+def is_of_program(cls: type) -> bool:
+    """Whether the program defines this class, or one that it derives from."""
+    return not all(is_library(base.__module__) for base in cls.__mro__)
+
+
 def program_frames() -> str:
     """Functions of the program that are being called, innermost first; empty if a library calls the collective."""
     found: list[str] = []

@@ -40,10 +40,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hyperpod_plugins.errors import RecoveryError, format_list
 from hyperpod_plugins.parallel.topology import Topology
-from hyperpod_plugins.recovery.attributes import PlainAttributes, is_of_program
+from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.buffer_states import BufferStates
 from hyperpod_plugins.recovery.local_objects import ProgramState, RankLocalState
 from hyperpod_plugins.recovery.packing import pack, unpack
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 from hyperpod_plugins.recovery.protocols import TrainingLoop
 from hyperpod_plugins.recovery.rehearsal_jobs import STATE_COPY, STATE_LOST, RehearsedCall
 from hyperpod_plugins.recovery.snapshot import Snapshots

@@ -291,6 +291,8 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each job N times")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the folders of jobs that fail, in this one")
     args = parser.parse_args()
+    if args.repeat < 1:
+        parser.error(f"--repeat is {args.repeat}, and must be 1 or more.")
     chosen = {name: getattr(args, name).split(",") for name in ("kinds", "phases", "programs")}
     for name, values in (("kinds", KINDS), ("phases", PHASES), ("programs", PROGRAMS)):
         unknown = [each for each in chosen[name] if each not in values]

@@ -22,9 +22,10 @@ from torch.distributed._composable import checkpoint as checkpoint_function
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.recovery import held_objects
-from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, is_of_program, modules_of_program
+from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.local_objects import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 from hyperpod_plugins.recovery.state_digests import object_digests
 from hyperpod_plugins.session.state import ScalerWatch
 

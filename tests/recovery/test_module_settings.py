@@ -114,6 +114,16 @@ def test_a_module_that_differs_in_settings_is_followed_and_another_one_is_refuse
     assert here.state_dict() == {}
 
 
+def test_a_module_with_hooks_is_another_one():
+    own = Own()
+    own.net[2].register_forward_hook(lambda *_: None)
+    attributes = attributes_of(own)
+    own.net[2] = nn.Dropout(0.25)
+    attributes.state_dict()
+    with pytest.raises(ConfigError, match=r"module net\.2 \(Dropout, another one\)"):
+        attributes.check()
+
+
 class Half(nn.Module):
     """Of the program."""
 
