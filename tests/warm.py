@@ -127,6 +127,8 @@ class Template:
         if not found:
             return {}
         self._rest, news = rest, json.loads(line)
+        if "pid" in news:
+            self._codes.pop(news["pid"], None)  # of an earlier process that had this number
         if "ended" in news:
             self._codes[news["ended"]] = news["code"]
         return news

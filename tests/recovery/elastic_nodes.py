@@ -76,9 +76,9 @@ class Recorded:
         """What its processes have said."""
         raise NotImplementedError
 
-    def stop(self):
-        """Have all ranks stop after some more steps; how many the job will have made by then."""
-        num_steps = max(self.steps()) + 30
+    def stop(self, least=0):
+        """Have all ranks stop after some more steps, and `least` in all; how many the job will have made by then."""
+        num_steps = max(max(self.steps()) + 30, least)
         written = self.folder / "stop.part"
         written.write_text(str(num_steps))
         written.rename(self.folder / "stop")
@@ -154,9 +154,9 @@ class Nodes(Recorded):
     def output(self):
         return "\n".join(path.read_text()[-6000:] for path in self.outputs)
 
-    def finish(self):
-        """End the job; how many steps it had."""
-        num_steps = self.stop()
+    def finish(self, least=0):
+        """End the job after at least so many steps; how many it had."""
+        num_steps = self.stop(least)
         for agent in self.agents.values():
             assert agent.wait(PATIENCE_S) == 0, self.output()
         return num_steps

@@ -109,7 +109,7 @@ IN_BACKGROUND = [
     ["forward", 12, 1, "kill"],  # while the checkpoint of that step is being written
     ["forward", 15, 0, "term"],
     ["batch end", 18, 3, "kill"],
-    ["backward", 20, 2, "pause 12"],  # killed and replaced long before that
+    ["backward", 20, 2, "stop"],
 ]
 
 SAVES = [
