@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hyperpod_plugins.parallel.hsdp import compute_device, local_part
 
 
+@torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients as one vector, the same on every rank.
 
@@ -51,6 +52,7 @@ def _split_over(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(gradient.device_mesh.get_group(axis) for axis in reversed(axes))
 
 
+@torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients in place so that their total norm is at most `max_norm`; return the norm before scaling.
 
@@ -72,6 +74,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     return norm
 
 
+@torch.no_grad()
 def clip_grad_value_(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of every gradient to `[-max_value, max_value]`, in place."""
     for gradient in _gradients(parameters):

@@ -39,6 +39,7 @@ class NonFinite(IntEnum):
     LOSS = 2
 
 
+@torch.no_grad()
 def gradient_flag(parameters: Iterable[Tensor]) -> Tensor:
     """Return whether this rank's part of a gradient is infinite or NaN; see [Note: gradient norm].
 

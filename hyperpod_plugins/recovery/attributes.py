@@ -256,7 +256,7 @@ class PlainAttributes:
         states = {each.name: self._state_copies.state_of(each) for each in self._states}
         for name in self._by_state & self._held.keys() if self._by_state else ():
             states[name] = self._state_copies.state_of(Held(name, self._held[name].value, Way.STATE))
-        modules = None if self.settings is None else self.settings.keep()
+        modules = None if self.settings is None else self.settings.kept
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states, modules)
 
     def put_back(self, kept: KeptAttributes) -> None:

@@ -102,9 +102,10 @@ class ModuleSettings(MutableMapping[str, Any]):
         before, self.exchanged = self.exchanged, _exchanged(self._of_set_up, self._collect())
         return self.exchanged != before
 
-    def keep(self) -> KeptModules:
-        """The present modules, to be put back."""
-        return self._kept if self._kept.are_present else KeptModules(self.model.modules())
+    @property
+    def kept(self) -> KeptModules:
+        """The modules that `follow` has seen last, to be put back."""
+        return self._kept
 
     def put_back(self, kept: KeptModules) -> None:
         """Have the model hold these modules again."""
