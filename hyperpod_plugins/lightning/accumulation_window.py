@@ -600,7 +600,8 @@ class AccumulationWindow:
     def capture_own_state(self) -> bytes:
         """`capture_state` plus the rank-local buffers, metrics and logged means; call it between two steps."""
         with self._as_before_hooks(self._before_hooks):  # hyperparameters are loaded after these hooks, see `restore`
-            return with_local(self._captured(), self._local_as_begun())
+            # After a return to it, this is also what a process begins with whose predecessor is lost on the way back.
+            return with_local(self._captured(is_for_joiner=True), self._local_as_begun())
 
     @contextmanager
     def _at_step_begin(self) -> Generator[None]:

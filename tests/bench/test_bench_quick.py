@@ -43,6 +43,7 @@ def test_ways_to_save_memory_compute_the_same_and_fit_eight_times_the_tokens(tmp
     assert longest["tokens"] >= 8 * samples[0]["tokens"]
 
 
+@pytest.mark.variant
 def test_ways_to_load_a_pretrained_model_give_the_same_shards(tmp_path):
     samples = run_quickly("load_pretrained.py", tmp_path, "--ranks", "2")  # it fails where they differ, or take more
     assert {(each["way"], each["rank"]) for each in samples} == {

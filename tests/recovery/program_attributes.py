@@ -26,6 +26,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from device import ACCELERATOR, devices
 
 torch.set_num_threads(1)
+ENTRIES = []
+"""One entry for each time that this process has entered the loops."""
 
 
 class Average:
@@ -119,6 +121,8 @@ class Module(pl.LightningModule):
         return loss
 
     def on_train_start(self):
+        ENTRIES.append(self.trainer)
+        self.faults.at(f"entry{len(ENTRIES)}", self.trainer)
         self.seen, self.my_rank = 0, RANK
 
     def on_train_epoch_start(self):

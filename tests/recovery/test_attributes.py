@@ -371,6 +371,12 @@ def test_attributes_of_modules_and_callbacks_survive_losses_everywhere(tmp_path)
     assert len(list((tmp_path / "disturbed").glob("done-*"))) == len(FIT.split())
     assert text.count(" 0 steps lost") == len(FIT.split()), text[-8000:]
     assert disturbed == undisturbed
+    # A third one is lost on the way back to a snapshot, so that its replacement begins with what another rank has.
+    faults = "kill:0:step3:0 kill:2:step3:0 kill:1:entry2:0"
+    disturbed, text = results("program_attributes.py", tmp_path / "returned", f"fit {faults}")
+    assert len(list((tmp_path / "returned").glob("done-*"))) == 3
+    assert "all ranks return to the snapshot" in text
+    assert disturbed == undisturbed
 
 
 @pytest.mark.spawns

@@ -54,7 +54,7 @@ def test_grown_shrunk_and_killed(nodes, tokens, tmp_path_factory):
             assert_same_bits(found, wanted)
 
 
-@pytest.mark.parametrize("option", ["param_offload", "optimizer_offload"])
+@pytest.mark.parametrize("option", [pytest.param("param_offload", marks=pytest.mark.variant), "optimizer_offload"])
 def test_a_replica_joins_a_job_with_training_state_in_host_memory(nodes, tokens, tmp_path_factory, option):
     """Replicas of two shards; then a worker is killed. The bits are those of a job of one size, on the device."""
     nodes.environ |= REPRODUCIBLE | {"STEP_S": "0.01", "ON_HOST": option, "SHARDS": "2", "MAX_REPLICAS": "2"}

@@ -203,6 +203,7 @@ def test_increments(nodes):
     assert_each_once([i for ids in samples_of(steps) for i in ids])
 
 
+@pytest.mark.variant
 def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     nodes = Nodes(tmp_path, tokens, TORCHRUN, num_ranks=2)
     try:
