@@ -310,8 +310,8 @@ class ActivationOffload:
             block = self.pool.acquire(_size(saved)) if goes else None
             if goes and block is None and self.pool.num_refused == 1:
                 log.warning(
-                    "host memory for activations is limited to %.1f GiB (half of this rank's share), and is full: what "
-                    "does not fit stays on the device",
+                    "host memory for activations is limited to %.1f GiB, and is full: what does not fit stays on the "
+                    "device. activation_host_memory_gib sets the limit, which is half of this rank's share by default",
                     self.pool.budget_bytes / 2**30,
                 )
             if block is None:

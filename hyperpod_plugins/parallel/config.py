@@ -8,6 +8,7 @@ unchanged. Not every combination is supported yet: others raise `NotBuiltYetErro
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class ParallelConfig:
     """
     activation_loading_horizon: int = 2
     """Maximum number of blocks whose offloaded inputs are on the device at once."""
+    activation_host_memory_gib: float = 0.0
+    """Host memory of a rank, in GiB, that may hold offloaded inputs; what does not fit stays on the device. 0: half of
+    the rank's share of its host's memory.
+    """
     fsdp_cache_flush_warnings: bool = True
     """Warn when the CUDA allocator had to flush its cache: raise the shard degree or lower the batch size."""
     allow_empty_shards: bool = False
@@ -153,8 +158,15 @@ class ParallelConfig:
             value, low = getattr(self, field.name), minimum.get(field.name, 1)
             if type(field.default) is int and low is not None and value < low:
                 raise DegreeError(f"{field.name} must be at least {low}, but is {value}")
+            if type(field.default) is float and not 0.0 <= value < math.inf:
+                raise ConfigError(f"{field.name} must be 0 or more, but is {value}")
         self._check_combinations()
         self._refuse_what_is_not_built()
+
+    @property
+    def activation_host_bytes(self) -> int:
+        """`activation_host_memory_gib` in bytes; 0 for the default limit."""
+        return math.ceil(self.activation_host_memory_gib * 2**30)
 
     def topology(self, world_size: int, ranks_per_node: int = 0) -> Topology:
         """Return the topology of a world of `world_size` ranks.
@@ -397,6 +409,8 @@ def _check_type(name: str, value: object, default: object) -> None:
             raise ConfigError(f"{name} must be true or false{' or auto' * or_auto}, but is {value!r}")
     elif isinstance(default, int) and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{name} must be a whole number, but is {value!r}")
+    elif isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{name} must be a number, but is {value!r}")
 
 
 def _check_block_classes(value: object) -> None:

@@ -332,9 +332,10 @@ def attach_offload(
         blocks: in the order in which the model runs them.
         config: configuration to apply.
         device: device of the model.
-        pool: host memory; by default one of its own.
+        pool: host memory; by default one of its own, as large as the configuration allows.
         may_keep: whether `"auto"` may leave out the recomputation of blocks; not if they communicate.
     """
+    pool = pool or HostPool(device, budget_bytes=config.activation_host_bytes)
     plan = AutomaticPlan(device, may_keep=may_keep) if config.sm_activation_offloading == "auto" else None
     offload = ActivationOffload(
         device,

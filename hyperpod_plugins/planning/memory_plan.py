@@ -142,9 +142,9 @@ class TrackedMemory(TorchDispatchMode):
 class UncountedPool(HostPool):
     """Host memory of an offload where the host is the device, or nothing is: it does not count."""
 
-    def __init__(self, device: torch.device, tracker: TrackedMemory) -> None:
-        """Let `tracker` leave out all blocks; there is no limit."""
-        super().__init__(device, budget_bytes=1 << 62)
+    def __init__(self, device: torch.device, tracker: TrackedMemory, budget_bytes: int = 0) -> None:
+        """Let `tracker` leave out all blocks; without `budget_bytes` there is no limit."""
+        super().__init__(device, budget_bytes=budget_bytes or 1 << 62)
         self._tracker = tracker
 
     def acquire(self, num_bytes: int) -> HostBlock | None:
@@ -389,7 +389,8 @@ def _track_step(
         experts = plan_expert_part(twin, config)
         if options.mlp_tiles > 1:
             tile_mlps(twin, options.mlp_tiles, is_tried=False)
-        offload = save_activation_memory(twin, options, cpu, UncountedPool(cpu, tracker))
+        pool = UncountedPool(cpu, tracker, options.activation_host_bytes * of_stream)
+        offload = save_activation_memory(twin, options, cpu, pool)
         for parameter in twin.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         kept = [*twin.parameters(), *twin.buffers()]

@@ -15,6 +15,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
 from hyperpod_plugins.memory.host_pool import parse_cpu_list
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.parallel.parallelize import attach_offload
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 32, 64
@@ -208,6 +209,13 @@ def test_what_the_budget_does_not_allow_stays_on_the_device(caplog):
     assert offload.stored_bytes == 2 * INPUT_BYTES
     assert offload.pool.num_refused == 3
     assert caplog.text.count("what does not fit stays on the device") == 1
+
+
+def test_the_configuration_sets_the_budget():
+    model = Chain()
+    recompute_blocks(model.blocks)
+    config = ParallelConfig(sm_activation_offloading=True, activation_host_memory_gib=2.5)
+    assert attach_offload([*model.blocks], config, CPU).pool.budget_bytes == 2.5 * 2**30
 
 
 def test_a_second_backward_finds_the_inputs_again():

@@ -210,6 +210,17 @@ def test_every_number_has_a_least_value(key, least):
         )
 
 
+@pytest.mark.parametrize("value", ["2", True, None, [2], -1, -0.5, float("nan"), float("inf")])
+def test_what_is_no_amount_of_memory_is_refused(value):
+    source = {"activation_host_memory_gib": value}
+    raised(ConfigError, lambda: ParallelConfig.of(source), "activation_host_memory_gib must be", repr(value))
+
+
+@pytest.mark.parametrize(("gib", "num_bytes"), [(0, 0), (2, 2**31), (0.5, 2**29), (1e-12, 1)])
+def test_amounts_of_memory_are_given_in_gib(gib, num_bytes):
+    assert ParallelConfig(activation_host_memory_gib=gib).activation_host_bytes == num_bytes
+
+
 def test_any_seed_is_allowed():
     assert ParallelConfig(random_seed=-3).random_seed == -3
     assert ParallelConfig(random_seed=0).random_seed == 0

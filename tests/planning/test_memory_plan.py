@@ -1,5 +1,7 @@
 """Plans of memory, against what is tracked in steps that run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -61,6 +63,17 @@ def test_a_tensor_around_others_takes_their_memory():
     assert tracker.current == 2 * 8 * 4  # and nothing for its own storage, which has no memory
     del result
     assert tracker.current == 0
+
+
+def test_activations_that_host_memory_does_not_hold_stay_on_the_device():
+    shape = replace(SHAPE, sequence_length=16 * SHAPE.sequence_length)
+    config = ParallelConfig(sm_activation_offloading=True)
+    whole = plan_memory(sizes(), config, shape, world_size=4)
+    half = whole.host_activations / 2
+    config = replace(config, activation_host_memory_gib=half / 2**30)
+    limited = plan_memory(sizes(), config, shape, world_size=4)
+    assert 0 < limited.host_activations <= half
+    assert limited.activations > whole.activations
 
 
 def test_training_state_in_host_memory_counts_there():

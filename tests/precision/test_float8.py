@@ -9,6 +9,7 @@ from harness import run_ranks
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
+from hyperpod_plugins.memory import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.precision import convert_linears
 
@@ -38,6 +39,28 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+class OfMlps(nn.Sequential):
+    """One block, whose MLP has the name by which those that can be tiled are found."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+
+def made_of_mlps():
+    torch.manual_seed(0)
+    return nn.Sequential(OfMlps(), nn.Linear(64, 16)).bfloat16()
 
 
 def made(dtype=torch.float32):
@@ -93,6 +116,23 @@ def test_padded_products_are_the_same(recipe):
         found.append([result, *(each.grad for each in model.parameters())])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_tiles_of_the_sequence_are_in_float8(recipe):
+    """Scales by row are those of each token, so a tile has the results of the whole; scales by tensor are finer."""
+    whole, tiled = (made_of_mlps() for _ in range(2))
+    tile_mlps(tiled, 3)
+    x = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    results: list[torch.Tensor] = []
+    for model in (whole, tiled):
+        assert len(convert_linears(model, recipe, CPU, blocks=[model[0]]).converted) == 2
+        results.append(model(x).float())
+        results[-1].square().mean().backward()
+    error = (results[0] - results[1]).norm() / results[0].norm()
+    assert error == 0 if recipe == "rowwise" else 0 < error < 0.05
+    for one, other in zip(whole.parameters(), tiled.parameters(), strict=True):
+        assert (one.grad - other.grad).float().norm() < 0.2 * one.grad.float().norm()
 
 
 def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_refused():
