@@ -20,9 +20,9 @@ def run(*command):
 @pytest.mark.spawns
 def test_the_demo_trains_on_whatever_ranks_there_are_and_prints_a_sample(tmp_path):
     size, report = ["--sequence-length", "32", "--folder", str(tmp_path)], tmp_path / "report.json"
-    first = run(sys.executable, EXAMPLE, *size, "--steps", "60", "--report", str(report))
+    first = run(sys.executable, EXAMPLE, *size, "--steps", "40", "--report", str(report))
     learnt = json.loads(report.read_text())
-    assert learnt["val_loss"] < 0.9 * learnt["unigram_entropy"]
+    assert learnt["val_loss"] < 0.95 * learnt["unigram_entropy"]
     assert "mesh: replicate 1 x shard 2 x tensor 2" in first
     assert "--- a sample ---\ndef " in first
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
