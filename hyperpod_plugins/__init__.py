@@ -5,6 +5,7 @@ Contents, roughly from the bottom up:
 * `hyperpod_plugins.errors`: the exceptions that this package raises.
 * `hyperpod_plugins.env`: environment variables that describe this process and its job.
 * `hyperpod_plugins.events`: events such as repairs, and their listeners.
+* `hyperpod_plugins.checkpoint_names`: names under which a checkpoint can lie, also after an interrupted save.
 * `hyperpod_plugins.comm`: the c10d backend `hyperpod`, a process group whose transport can be replaced underneath it.
 * `hyperpod_plugins.data`: token files, a computed sample order, and a sampler whose position is counted in samples.
 * `hyperpod_plugins.delayed_init`: delayed initialisation.

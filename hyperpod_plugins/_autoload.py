@@ -1,8 +1,10 @@
-"""Make `Trainer(strategy="hyperpod")` and `init_process_group("hyperpod")` work without importing this package.
+"""Entry points of torch: make Lightning's strategy, the c10d backends and torchrun's rendezvous `hyperpod` known.
 
-torch calls `autoload` (entry-point group `torch.backends`) at the end of `import torch`. This slows down neither
-torch nor Lightning: the c10d backends are registered with functions that import ours on first use, and the strategy
-by an import hook that waits for Lightning's strategy registry.
+`Trainer(strategy="hyperpod")`, `init_process_group("hyperpod")` and `torchrun --rdzv-backend=hyperpod` then work in
+programs that do not import this package. torch calls `autoload` (entry-point group `torch.backends`) at the end of
+`import torch`, and `rendezvous_creator` (group `torchrun.handlers`) when its rendezvous package is imported. This slows
+down neither torch nor Lightning: the c10d backends are registered with functions that import ours on first use, and the
+strategy by an import hook that waits for Lightning's strategy registry.
 
 This module imports only the standard library and must not raise: an error would break `import torch` for every
 program in the environment. With `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, torch does not call the entry point;

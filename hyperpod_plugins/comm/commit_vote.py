@@ -5,7 +5,9 @@ more than all other bookkeeping of a step without failures. Here the ranks of a 
 connections, and a vote goes up and down it: a few system calls per rank, and 2 log2(n) sequential messages instead of
 the 2 n of a ring. See docs/design/vote.md.
 
-No rank gets the result before every rank has voted: the root answers only when it has heard from all of them.
+No rank gets the result before every rank has voted: the root answers only when it has heard from all of them. There is
+no vote against a step: a rank without valid gradients does not vote, so the vote cannot complete. That it completes
+means that all ranks may commit; the flags say something else (`recovery/step.py` defines them).
 """
 
 import select

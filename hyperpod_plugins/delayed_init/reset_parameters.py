@@ -109,7 +109,8 @@ def find_initializers(model: nn.Module, missing: set[str]) -> list[Initializer]:
 def reset_module(initializer: Initializer, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Run one initialiser on full tensors and pass each that needs values to `copy(target, full)`.
 
-    All other tensors of the module and its submodules keep their values; see the notes above.
+    All other tensors of the module and its submodules keep their values; see [Note: existing values] and
+    [Note: writes to submodules].
 
     Raises:
         InitializationError: the initialiser left a tensor unwritten, or needs values that it cannot read.

@@ -1,4 +1,4 @@
-"""Imports from Lightning under either of its names, and all replacing of its objects' methods.
+"""Imports from Lightning under either of its names, and `override`, which replaces methods of its objects.
 
 The names are `lightning.pytorch` and `pytorch_lightning`. The two packages have separate copies of every class, and a
 Trainer of one rejects a strategy of the other. This module uses `pytorch_lightning` if the program has imported only

@@ -1,8 +1,8 @@
-"""Optimizers and schedulers that a program holds in attributes: those that no list of the Trainer has are refused.
+"""Refuses optimizers and schedulers that a program holds in attributes and that the Trainer does not have.
 
-The Trainer's optimizers and schedulers are restored and sent with the state of a fit. Of one that only an attribute
-holds, a replacement would have a new one, and a survivor that runs a step again would step it twice. An optimizer that
-shares the state of one of the Trainer's (Lightning's own wrapper, or what a Lookahead wraps) is not one more.
+The Trainer's optimizers and schedulers are restored and sent with the state of a fit. If only an
+attribute holds one, a replacement would have a new one, and a survivor that runs a step again would step it twice. An
+optimizer that shares the state of one of the Trainer's (Lightning's own wrapper, or what a Lookahead wraps) is allowed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What a rank keeps from where a fault has made it leave the loops of a fit; see `fit_recovery`."""
+"""What a rank keeps when a fault makes it leave the loops of a fit; see `fit_recovery`."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -210,7 +210,7 @@ class AutomaticPlan:
         self._passes: list[weakref.ref[_Pass]] = []
         """Forwards whose backward has not come yet."""
         self._is_regular = True
-        """Whether plans hold; see the note above."""
+        """Whether plans hold; see [Note: what a plan relies on]."""
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Decide about blocks. Call it when they are set up for recomputation and offload.

@@ -117,7 +117,7 @@ class _Call:
 
 
 class _Buffers:
-    """Buffers of one block around its recomputations; see the note above."""
+    """Buffers of one block around its recomputations; see [Note: the same again]."""
 
     def __init__(self) -> None:
         self._changing: dict[bool, set[str]] = {}  # names, in training and in evaluation, as a forward has shown them
@@ -254,7 +254,7 @@ def surround(
 
 
 def leave_out_of_graphs(block: nn.Module) -> None:
-    """Have a block run by itself where an outer module is compiled; see the note above."""
+    """Have a block run by itself in a compiled outer module; see [Note: whole models that are compiled]."""
     if not any(_IS_PLAIN in vars(kind) for kind in type(block).__mro__):
         block.__class__ = _plain_class(type(block))
 

@@ -123,7 +123,7 @@ class _Forward(nn.Module):
 
 
 def _try(name: str, mlp: nn.Module, device: torch.device | None) -> None:
-    """Compute a few random tokens both ways, with random weights; see the note above.
+    """Compute a few random tokens both ways, with random weights; see [Note: trial].
 
     Raises:
         ConfigError: The results differ, or the module cannot be computed alone.

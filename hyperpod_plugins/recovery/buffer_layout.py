@@ -1,8 +1,8 @@
 """Which buffers a model has. A program may register, replace and delete them while it trains.
 
 A model that another process built, or the same one at another step, may therefore have other buffers than the state
-that it is to load. `BufferTables` lists those of a model in rows of plain data, which travel with their values, and
-gives the model the buffers that such rows describe.
+that it is to load. `buffer_rows` lists the buffers of a model in rows of plain data, which are sent with their values.
+`plan_buffers` plans how another model gets the buffers that such rows describe.
 """
 
 # Buffer tables have no public API.

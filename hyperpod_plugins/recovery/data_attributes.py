@@ -7,8 +7,8 @@ position begins with what was noted last before it.
 
 [Note: changes within an epoch] Reading may change a dataset, too: a cache fills, a file is opened, a counter grows. A
 process that enters an epoch reads it from its beginning, so this happens there again. What the program itself changes
-while an epoch is being read cannot be repeated in this way, and is refused. Who has changed an attribute is found by a
-look before and after a batch is read: at the first batches, and ever more rarely after that.
+while an epoch is being read cannot be repeated in this way, and is refused. To tell the two apart, attributes are
+compared before and after a batch is read: at the first batches, and at fewer and fewer batches after that.
 """
 
 # The iterators of a DataLoader have no public names.

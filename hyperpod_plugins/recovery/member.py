@@ -329,7 +329,7 @@ class Member:
         ).run()
 
     def restart_all(self, lost: StateLost, *, loses_steps: bool = True) -> NoReturn:
-        """Ask the agents to restart all processes from the last checkpoint; see `abort.restart_all`."""
+        """Ask the agents to restart all processes from the last checkpoint; see `restart_all.restart_all`."""
         restart_all(self.job_store, self.job, self.rank, lost, loses_steps=loses_steps)
 
     def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:

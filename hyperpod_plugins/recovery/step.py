@@ -332,7 +332,7 @@ class StepTransaction:
         return pending
 
     def _vote(self) -> bool:
-        """Vote; return whether every rank has valid gradients.
+        """Vote; return whether the vote completed, and so whether every rank has valid gradients.
 
         From here on, this rank can commit the step if another rank has committed it.
         """

@@ -413,8 +413,8 @@ def synchronize_or_raise(device: torch.device) -> None:
 def completed_outside_step(device: torch.device) -> Generator[None]:
     """Context for a collective outside a step whose result is used: at its end, the result is there, or an exception.
 
-    The result of a collective that was aborted is what was in the memory before (see the note in `comm/health.py`); a
-    metric or a logged mean would show it. Inside a step the vote finds out, and nothing is waited for.
+    The result of a collective that was aborted is what was in the memory before, see [Note: garbage that is read] in
+    `comm/health.py`; a metric or a logged mean would show it. Inside a step the vote finds out, and nothing waits.
 
     Raises:
         PeerLost: a rank was lost; raised at the end of the context, outside a step only.

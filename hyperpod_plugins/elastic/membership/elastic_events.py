@@ -1,4 +1,4 @@
-"""Detection of elastic events for hand-written training loops: is the job about to change, so that it should save?"""
+"""Detection of elastic events for hand-written loops: whether the job is about to change, so that the loop saves."""
 
 import logging
 import os

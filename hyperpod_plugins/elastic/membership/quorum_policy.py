@@ -65,7 +65,7 @@ class GenerationBudget:
     """
 
     def __init__(self, max_generations: int = 20) -> None:
-        """Allow `max_rounds` generations for one step, and more within the first `replacement_timeout_s`."""
+        """Allow `max_generations` generations for one step, and more within the first `replacement_timeout_s`."""
         self._max_rounds = max_generations
         self._began: tuple[int, int, float] | None = None
 
