@@ -188,9 +188,9 @@ def main() -> None:
         ),
         precision=args.precision,
         max_steps=args.steps,
-        accumulate_grad_batches=split.micro_steps,
+        accumulate_grad_batches=split.num_micro_steps,
         gradient_clip_val=1.0,
-        val_check_interval=half * split.micro_steps,  # counted in micro-batches
+        val_check_interval=half * split.num_micro_steps,  # counted in micro-batches
         check_val_every_n_epoch=None,
         limit_val_batches=8,
         num_sanity_val_steps=0,

@@ -115,7 +115,7 @@ def fit(
         strategy=HyperPodStrategy(recipe.config),
         precision=recipe.trainer.precision,
         max_steps=num_steps,
-        accumulate_grad_batches=split.micro_steps,
+        accumulate_grad_batches=split.num_micro_steps,
         gradient_clip_val=training.gradient_clip_val,
         logger=False,
         enable_progress_bar=not is_smoke,

@@ -68,7 +68,7 @@ class BatchSplit:
         """Check that a full step can be split."""
         if min(self.global_batch_size, self.micro_batch_size, self.data_world_size) < 1 or self.num_logical_shards < 0:
             raise ConfigError(f"every number of {self} must be at least 1.")
-        if self.num_logical_shards and self.num_replicas * self.replica_size != self.data_world_size:
+        if self.num_logical_shards and self.num_replicas * self.data_ranks_per_replica != self.data_world_size:
             raise ConfigError(
                 f"a step of {self.global_batch_size} samples in {self.num_logical_shards} logical shards of "
                 f"micro-batches of {self.micro_batch_size} cannot be spread over {self.data_world_size} ranks: each "
@@ -77,20 +77,22 @@ class BatchSplit:
         self.micro_step_sizes(self.global_batch_size)
 
     @property
-    def replica_size(self) -> int:
+    def data_ranks_per_replica(self) -> int:
         """Number of data-parallel ranks that compute one logical shard together."""
         return self.global_batch_size // (self.num_logical_shards * self.micro_batch_size)
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas of `replica_size` ranks; 0 if the logical shards cannot be split evenly over them."""
-        replicas = self.data_world_size // max(1, self.replica_size)
+        """Number of replicas of `data_ranks_per_replica` ranks; 0 if they cannot share the logical shards evenly."""
+        replicas = self.data_world_size // max(1, self.data_ranks_per_replica)
         is_even = replicas > 0 and self.num_logical_shards % replicas == 0
-        is_whole = self.num_logical_shards * self.micro_batch_size * self.replica_size == self.global_batch_size
+        is_whole = (
+            self.num_logical_shards * self.micro_batch_size * self.data_ranks_per_replica == self.global_batch_size
+        )
         return replicas if is_even and is_whole else 0
 
     @property
-    def micro_steps(self) -> int:
+    def num_micro_steps(self) -> int:
         """Number of micro-steps in a full step, over which gradients are accumulated."""
         return len(self.micro_step_sizes(self.global_batch_size))
 
@@ -104,7 +106,7 @@ class BatchSplit:
                 be split into logical shards.
         """
         if self.pads_last_step and step_size < self.global_batch_size:
-            count = self.micro_steps
+            count = self.num_micro_steps
             each, rest = divmod(step_size, count)
             return [each + (index >= count - rest) for index in range(count)]
         world = self.data_world_size
@@ -136,8 +138,8 @@ class BatchSplit:
         """
         if not self.num_logical_shards:
             return micro_step, compute_rank
-        replica, place = divmod(compute_rank, self.replica_size)
-        return replica * self.micro_steps + micro_step, place
+        replica, place = divmod(compute_rank, self.data_ranks_per_replica)
+        return replica * self.num_micro_steps + micro_step, place
 
     def step_size_at(self, step_start: int, num_samples: int, *, drop_last: bool) -> int:
         """Number of samples of the step that starts at `step_start`; 0 if the epoch ends there."""
@@ -172,7 +174,7 @@ class BatchSplit:
     def count(self, cursor: Cursor, num_samples: int, *, drop_last: bool) -> int:
         """Number of micro-steps that `walk` would yield, without walking."""
         full, last = divmod(num_samples - cursor.step_start, self.global_batch_size)
-        total = full * self.micro_steps
+        total = full * self.num_micro_steps
         if last and not drop_last:
             total += len(self.micro_step_sizes(last))
         return total - self._micro_steps_done(cursor, num_samples, drop_last=drop_last)
@@ -181,10 +183,10 @@ class BatchSplit:
         """The contiguous positions of a micro-step that belong to a data-parallel rank."""
         if not self.num_logical_shards:
             return rank_positions(micro_step, rank=rank, world_size=self.data_world_size)
-        replica, place = divmod(rank, self.replica_size)
+        replica, place = divmod(rank, self.data_ranks_per_replica)
         index = (micro_step.before.position - micro_step.before.step_start) // micro_step.size
-        logical = replica * self.micro_steps + index
-        first = micro_step.before.step_start + (logical * self.replica_size + place) * self.micro_batch_size
+        logical = replica * self.num_micro_steps + index
+        first = micro_step.before.step_start + (logical * self.data_ranks_per_replica + place) * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
     def _micro_steps_done(self, cursor: Cursor, num_samples: int, *, drop_last: bool) -> int:

@@ -115,8 +115,8 @@ class ElasticSampler(Sampler[list[int]]):
     def micro_steps_done(self) -> int:
         """Index of the cursor's list in its epoch, for trainers that count batches.
 
-        The current step always begins at a multiple of `split.micro_steps`. If earlier steps of the epoch had another
-        global batch size, the index is not the number of lists handed out.
+        The current step always begins at a multiple of `split.num_micro_steps`. If earlier steps of the epoch had
+        another global batch size, the index is not the number of lists handed out.
         """
         return self._number_of_step() + self._left_from(self._cursor.step_start) - self.micro_steps_left
 
@@ -140,7 +140,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def _number_of_step(self) -> int:
         before = len(self) - self._left_from(self._cursor.step_start)
-        return before - before % self.split.micro_steps
+        return before - before % self.split.num_micro_steps
 
     def _left_from(self, position: int) -> int:
         return self.split.count(replace(self._cursor, position=position), self.num_samples, drop_last=self.drop_last)
@@ -167,19 +167,19 @@ class ElasticSampler(Sampler[list[int]]):
         micro-steps as a full step has; see `sample_weight`.
         """
         split, step_size = self.split, self.step_size(batch_index)
-        micro_step = (batch_index - self._first[1]) % split.micro_steps
+        micro_step = (batch_index - self._first[1]) % split.num_micro_steps
         each, rest = divmod(split.micro_step_sizes(step_size)[micro_step], split.data_world_size)
         return sample_weight(
             each + (self.data_rank < rest),
             step_size=step_size,
             data_degree=split.data_world_size,
-            num_micro_steps=split.micro_steps,
+            num_micro_steps=split.num_micro_steps,
         )
 
     def step_size(self, batch_index: int) -> int:
         """Number of samples, over all ranks, of the step that batch `batch_index` of the current epoch belongs to."""
         position, number = self._first
-        step_start = position + (batch_index - number) // self.split.micro_steps * self.split.global_batch_size
+        step_start = position + (batch_index - number) // self.split.num_micro_steps * self.split.global_batch_size
         return self.split.step_size_at(step_start, self.num_samples, drop_last=self.drop_last)
 
     def advance(self, micro_step: MicroStep) -> None:

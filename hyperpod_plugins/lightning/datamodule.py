@@ -134,11 +134,12 @@ class TokenDataModule(LightningDataModule):
         config, trainer = self.config, self._trainer()
         data_rank, data_world_size = _data_coordinates(trainer)
         split = self._split(data_world_size)
-        if trainer.accumulate_grad_batches != split.micro_steps:
+        if trainer.accumulate_grad_batches != split.num_micro_steps:
             raise ConfigError(
                 f"a global batch of {split.global_batch_size} in micro-batches of {split.micro_batch_size} on "
-                f"{data_world_size} data-parallel ranks needs Trainer(accumulate_grad_batches={split.micro_steps}), "
-                f"but it has {trainer.accumulate_grad_batches}. Change that, or the batch sizes."
+                f"{data_world_size} data-parallel ranks needs "
+                f"Trainer(accumulate_grad_batches={split.num_micro_steps}), but it has "
+                f"{trainer.accumulate_grad_batches}. Change that, or the batch sizes."
             )
         dataset = TokenDataset(self._train_path, config.sequence_length)
         sampler = ElasticSampler(

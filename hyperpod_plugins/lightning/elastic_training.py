@@ -284,8 +284,8 @@ class ElasticState:
             )
         split = batch.split(topology.replicate_degree, topology.shard_degree)
         self.options.split, self._trainer = split, trainer
-        self.options.possible_micro_steps = frozenset(each.micro_steps for each in self._splits().values())
-        trainer.accumulate_grad_batches = split.micro_steps
+        self.options.possible_micro_steps = frozenset(each.num_micro_steps for each in self._splits().values())
+        trainer.accumulate_grad_batches = split.num_micro_steps
         if batch.follows_world:
             self.options.rates.begin(find_reference(self._job_store, self.options.rates.rule, split.global_batch_size))
             take_over_schedulers(self.options.rates, trainer)
@@ -314,7 +314,7 @@ class ElasticState:
         samplers = [each.batch_sampler for each in loaders]
         return {
             size: (
-                split.micro_steps,
+                split.num_micro_steps,
                 length(split.count(Cursor(), each.num_samples, drop_last=each.drop_last) for each in samplers),
             )
             for size, split in self._splits().items()
@@ -400,7 +400,7 @@ class ElasticState:
         if len(loaders) < 2:
             return
         for size, split in self._splits().items():
-            whole = split.data_world_size * split.micro_steps
+            whole = split.data_world_size * split.num_micro_steps
             is_cut = any(not each.batch_sampler.drop_last for each in loaders if isinstance(each, TrainerLoader))
             if split.global_batch_size % whole or is_cut:
                 raise ConfigError(
@@ -561,5 +561,5 @@ class TrainerAveraging:
             self._options.step_loss = averaging.mean_loss
         elif averaging.compared is not None:
             self._options.rates.noise = GradientNoise.of_table(
-                averaging.compared.table.tolist(), averaging.compared.num_micro_steps, averaging.ranks_per_replica
+                averaging.compared.table.tolist(), averaging.compared.num_micro_steps, averaging.data_ranks_per_replica
             )

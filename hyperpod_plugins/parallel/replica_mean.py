@@ -387,7 +387,7 @@ class NoiseMeasuringAveraging:
             ConfigError: FSDP2 averages over replicas.
         """
         self._mean = NoiseMeasuringMean(module, mesh)
-        self.ranks_per_replica = mesh.size(1)
+        self.data_ranks_per_replica = mesh.size(1)
         """Ranks of a replica that read different samples."""
         self.compared: GradientNormTable | None = None
         """Comparison of the last step's gradients; None within a step, and before the first."""

@@ -76,7 +76,7 @@ def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatch
             batches.append(batch)
             weights.append(sampler.weight(number + index))
             ends_epoch = sampler.cursor.epoch != epoch
-            if ends_epoch or (number + index + 1) % sampler.split.micro_steps == 0:
+            if ends_epoch or (number + index + 1) % sampler.split.num_micro_steps == 0:
                 yield StepBatches(
                     batches=tuple(batches),
                     weights=tuple(weights),
@@ -154,25 +154,25 @@ class StepComputation:
             split: split of a step; accumulated losses are divided by its micro-steps also in a smaller last step.
         """
         averaging, compute_rank = self.averaging, context.topology.compute_rank(context.rank)
-        divides_loss = split.micro_steps > 1 and (averaging is None or averaging.divides_loss)
+        divides_loss = split.num_micro_steps > 1 and (averaging is None or averaging.divides_loss)
         total: Any = None
         losses: list[Tensor] = []
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             if self.is_step_keyed:
                 seed_micro_step(self.config.random_seed, step, *split.random_stream(index, compute_rank))
             is_last = index == len(batches) - 1
-            micro_step = RankMicroStep(index=index, count=split.micro_steps, is_last=is_last, weight=weight)
+            micro_step = RankMicroStep(index=index, count=split.num_micro_steps, is_last=is_last, weight=weight)
             with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
                 returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
                 loss = _loss_of(returned)
                 losses.append(loss.detach())
                 if divides_loss:
-                    loss = loss / split.micro_steps
+                    loss = loss / split.num_micro_steps
                 self.backward(loss if weight == 1.0 else loss * weight)
             values = tree_map(_detached, returned)
             if averaging is not None:
                 averaging.add(micro_step, _stacked(values))
-            part = tree_map(lambda value, weight=weight: value * (weight / split.micro_steps), values)
+            part = tree_map(lambda value, weight=weight: value * (weight / split.num_micro_steps), values)
             total = part if total is None else tree_map(torch.add, total, part)
         checks = self.checks_gradients and not self.max_grad_norm
         flag = gradient_flag(self.model.parameters()) if checks else None
@@ -217,7 +217,9 @@ class StepComputation:
         if not isinstance(averaging, NoiseMeasuringAveraging) or averaging.compared is None:
             return None
         compared = averaging.compared
-        return GradientNoise.of_table(compared.table.tolist(), compared.num_micro_steps, averaging.ranks_per_replica)
+        return GradientNoise.of_table(
+            compared.table.tolist(), compared.num_micro_steps, averaging.data_ranks_per_replica
+        )
 
 
 def _loss_of(returned: Any) -> Tensor:

@@ -93,21 +93,21 @@ class EqualShares:
     """Data-parallel ranks of each."""
 
     @classmethod
-    def of(cls, batch: StepBatch, sizes: Sequence[int], *, present: int, ranks_per_replica: int) -> "EqualShares":
+    def of(cls, batch: StepBatch, sizes: Sequence[int], *, present: int, data_ranks_per_replica: int) -> "EqualShares":
         """Choose among the numbers of replicas that could share the batch unevenly or by accumulation.
 
         Args:
             batch: of a step.
             sizes: numbers of replicas that the job allows.
             present: the present one.
-            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
+            data_ranks_per_replica: ranks of one replica that read different samples.
 
         Raises:
             ConfigError: the present number is not among the chosen ones.
         """
-        chosen = [size for size in sizes if _is_one_equal_batch(batch, size, ranks_per_replica)]
+        chosen = [size for size in sizes if _is_one_equal_batch(batch, size, data_ranks_per_replica)]
         if present not in chosen:
-            degree = present * ranks_per_replica
+            degree = present * data_ranks_per_replica
             size = batch.global_batch_at(present)
             raise ConfigError(
                 f"with manual optimization each rank computes its samples of a step as one batch, and all ranks have "
@@ -116,7 +116,7 @@ class EqualShares:
                 f"global_batch_size that is a multiple of {degree}, and a batch_size of at least the samples of a "
                 "rank. To accumulate gradients, divide the batch in the function."
             )
-        return cls(sizes=tuple(chosen), data_degrees=tuple(size * ranks_per_replica for size in chosen))
+        return cls(sizes=tuple(chosen), data_degrees=tuple(size * data_ranks_per_replica for size in chosen))
 
     def refuse_uneven_end(self, sampler: ElasticSampler) -> None:
         """Refuse data whose last step of an epoch the ranks could not share equally.
@@ -142,9 +142,9 @@ class EqualShares:
             )
 
 
-def _is_one_equal_batch(batch: StepBatch, num_replicas: int, ranks_per_replica: int) -> bool:
-    split = batch.split(num_replicas, ranks_per_replica)
-    return split.micro_steps == 1 and split.global_batch_size % split.data_world_size == 0
+def _is_one_equal_batch(batch: StepBatch, num_replicas: int, data_ranks_per_replica: int) -> bool:
+    split = batch.split(num_replicas, data_ranks_per_replica)
+    return split.num_micro_steps == 1 and split.global_batch_size % split.data_world_size == 0
 
 
 def check_means(returned: Any) -> None:

@@ -574,7 +574,7 @@ class Session:
         shares = None
         if trained.is_manual:
             present, ranks = self.topology.replicate_degree, self.topology.data_ranks_per_replica
-            shares = EqualShares.of(batch, sizes, present=present, ranks_per_replica=ranks)
+            shares = EqualShares.of(batch, sizes, present=present, data_ranks_per_replica=ranks)
             sizes = shares.sizes
         if trained.rates is not None:
             self._begin_schedule(trained, trained.rates, batch, sizes)

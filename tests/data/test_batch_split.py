@@ -39,7 +39,7 @@ def split_or_skip(global_batch_size, micro_batch_size, data_world_size):
 def test_sizes_of_micro_steps(global_batch, micro_batch, world, expected):
     split = BatchSplit(global_batch_size=global_batch, micro_batch_size=micro_batch, data_world_size=world)
     assert split.micro_step_sizes(global_batch) == expected
-    assert split.micro_steps == len(expected)
+    assert split.num_micro_steps == len(expected)
 
 
 @given(sizes, st.integers(1, 6), st.integers(1, 8))
@@ -61,7 +61,7 @@ def test_shares_are_even_never_empty_and_never_too_large(global_batch, micro_bat
 @given(sizes, st.integers(2, 6), st.integers(1, 8))
 def test_only_too_small_steps_are_refused_when_a_micro_batch_holds_two(global_batch, micro_batch, world):
     assume(global_batch >= world)
-    assert split_or_raise(global_batch, micro_batch, world).micro_steps >= 1
+    assert split_or_raise(global_batch, micro_batch, world).num_micro_steps >= 1
 
 
 def split_or_raise(global_batch, micro_batch, world):
@@ -160,8 +160,8 @@ def test_a_sampler_knows_the_weight_of_each_batch(global_batch, micro_batch, wor
         for sampler, batch in zip(samplers, batches, strict=True):
             weight = sampler.weight(index)
             mean = sum(losses[sample] for sample in batch) / len(batch)
-            entry = steps.setdefault(index // split.micro_steps, [0.0, []])
-            entry[0] += weight * mean / world / split.micro_steps
+            entry = steps.setdefault(index // split.num_micro_steps, [0.0, []])
+            entry[0] += weight * mean / world / split.num_micro_steps
             entry[1] += [losses[sample] for sample in batch if weight]
     del steps["next"]
     assert len(steps) == -(-num_samples // global_batch)
@@ -207,27 +207,31 @@ def test_equal_shares_weigh_exactly_one():
     assert {sampler.weight(index) for index in range(8)} == {1.0}
 
 
-@pytest.mark.parametrize("replica_size", [1, 2])
+@pytest.mark.parametrize("data_ranks_per_replica", [1, 2])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 6])
-def test_logical_shards_are_the_same_samples_for_every_number_of_replicas(num_replicas, replica_size):
-    micro = 24 // 12 // replica_size
+def test_logical_shards_are_the_same_samples_for_every_number_of_replicas(num_replicas, data_ranks_per_replica):
+    micro = 24 // 12 // data_ranks_per_replica
     split = BatchSplit(
         global_batch_size=24,
         micro_batch_size=micro,
-        data_world_size=num_replicas * replica_size,
+        data_world_size=num_replicas * data_ranks_per_replica,
         num_logical_shards=12,
     )
-    assert (split.num_replicas, split.replica_size, split.micro_steps) == (
+    assert (split.num_replicas, split.data_ranks_per_replica, split.num_micro_steps) == (
         num_replicas,
-        replica_size,
+        data_ranks_per_replica,
         12 // num_replicas,
     )
     walk = list(split.walk(Cursor(), 53, drop_last=True))
-    assert len(walk) == 2 * split.micro_steps
+    assert len(walk) == 2 * split.num_micro_steps
     for step in range(2):
-        steps = walk[step * split.micro_steps : (step + 1) * split.micro_steps]
+        steps = walk[step * split.num_micro_steps : (step + 1) * split.num_micro_steps]
         computed = [  # by one replica after the other, each in order
-            [i for place in range(replica_size) for i in split.share(each, replica * replica_size + place)]
+            [
+                i
+                for place in range(data_ranks_per_replica)
+                for i in split.share(each, replica * data_ranks_per_replica + place)
+            ]
             for replica in range(num_replicas)
             for each in steps
         ]

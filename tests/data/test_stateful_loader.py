@@ -73,7 +73,7 @@ def test_a_state_moves_between_worlds_and_numbers_of_workers():
             if state is not None:
                 source.load_state_dict(json.loads(state))
         for _, lists in zip(
-            range(num_steps * loaders[0].batch_sampler.split.micro_steps), zip(*loaders, strict=True), strict=False
+            range(num_steps * loaders[0].batch_sampler.split.num_micro_steps), zip(*loaders, strict=True), strict=False
         ):
             ids += [sample for part in lists for sample in part]
         state = json.dumps(loaders[0].state_dict())

@@ -25,7 +25,11 @@ def test_parts(global_batch, micro_batch, shards, policy, parts, serving):
     assert (batch.num_logical_shards, batch.feasible_sizes(limits, shards)) == (parts, serving)
     for size in serving:
         split = batch.split(size, shards)
-        assert (split.num_replicas, split.replica_size, split.micro_steps) == (size, shards, parts // size)
+        assert (split.num_replicas, split.data_ranks_per_replica, split.num_micro_steps) == (
+            size,
+            shards,
+            parts // size,
+        )
         assert split.micro_batch_size <= micro_batch
 
 

@@ -48,10 +48,10 @@ def test_impossible_policies_are_refused(values, words):
 
 def test_only_sizes_that_serve_the_batch_are_used():
     policy = ElasticPolicy(max_replicas=4)
-    assert policy.serving(global_batch_size=8, ranks_per_replica=2, max_micro_batch=1) == (1, 2, 4)
-    assert policy.serving(global_batch_size=5, ranks_per_replica=2, max_micro_batch=4) == (1, 2)
+    assert policy.serving(global_batch_size=8, data_ranks_per_replica=2, max_micro_batch=1) == (1, 2, 4)
+    assert policy.serving(global_batch_size=5, data_ranks_per_replica=2, max_micro_batch=4) == (1, 2)
     with pytest.raises(ConfigError, match="multiple of 2"):
-        policy.serving(global_batch_size=1, ranks_per_replica=2, max_micro_batch=4)
+        policy.serving(global_batch_size=1, data_ranks_per_replica=2, max_micro_batch=4)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_manifest_counts_pods():
         "scalingTimeoutInSeconds": 120,
         "faultyScaleDownTimeoutInSeconds": 45,
     }
-    policy = policy_of_manifest(block, ranks_per_node=8, ranks_per_replica=16)
+    policy = policy_of_manifest(block, ranks_per_node=8, replica_size=16)
     assert policy == ElasticPolicy(
         min_replicas=1,
         max_replicas=4,
@@ -121,8 +121,8 @@ def test_a_manifest_counts_pods():
         faulty_scale_down_timeout_s=45,
     )
     discrete = {"minReplicas": 1, "maxReplicas": 4, "replicaDiscreteValues": [1, 2, 4]}
-    assert policy_of_manifest(discrete, ranks_per_node=8, ranks_per_replica=4).sizes == (2, 4, 8)
-    assert policy_of_manifest(block, ranks_per_node=8, ranks_per_replica=4).sizes == (4, 8, 12, 16)
+    assert policy_of_manifest(discrete, ranks_per_node=8, replica_size=4).sizes == (2, 4, 8)
+    assert policy_of_manifest(block, ranks_per_node=8, replica_size=4).sizes == (4, 8, 12, 16)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_manifest_counts_pods():
 )
 def test_impossible_manifests(block, error, words):
     with pytest.raises(error, match=words):
-        policy_of_manifest(block, ranks_per_node=8, ranks_per_replica=16)
+        policy_of_manifest(block, ranks_per_node=8, replica_size=16)
 
 
 def test_a_recipe():
@@ -149,10 +149,10 @@ def test_a_recipe():
         "graceful_shutdown_timeout": 1200,
         "faulty_timeout": 60,
     }
-    policy = policy_of_recipe(block, ranks_per_node=8, ranks_per_replica=8)
+    policy = policy_of_recipe(block, ranks_per_node=8, replica_size=8)
     assert policy.sizes == (1, 2, 3, 4)
     assert (policy.scaling_timeout_s, policy.graceful_shutdown_timeout_s) == (600, 1200)
-    assert policy_of_recipe({**block, "is_elastic": False}, ranks_per_node=8, ranks_per_replica=8).sizes == (4,)
+    assert policy_of_recipe({**block, "is_elastic": False}, ranks_per_node=8, replica_size=8).sizes == (4,)
 
 
 def test_a_scale_of_a_recipe_is_laid_over_it():

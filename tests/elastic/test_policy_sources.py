@@ -11,7 +11,7 @@ from hyperpod_plugins.errors import ConfigError, UnknownKeyError
 MANIFEST = {"minReplicas": 2, "maxReplicas": 8, "replicaIncrementStep": 2, "scalingTimeoutInSeconds": 40}
 RECIPE = {"is_elastic": True, "min_nodes": 2, "max_nodes": 8, "replica_increment_step": 2, "scaling_timeout": 40}
 DEEPSPEED = {"enabled": True, "max_train_batch_size": 96, "micro_batch_sizes": [4, 6], "min_gpus": 4, "max_gpus": 16}
-NODES_OF_8 = {"ranks_per_node": 8, "ranks_per_replica": 16, "data_ranks_per_replica": 16}
+NODES_OF_8 = {"ranks_per_node": 8, "replica_size": 16, "data_ranks_per_replica": 16}
 
 BLOCKS = [
     (MANIFEST, PolicyFormat.MANIFEST),
@@ -40,7 +40,7 @@ def test_ours_stays_what_it_is():
 def test_deepspeed_says_the_batch_too():
     found = read_policy({"elasticity": DEEPSPEED | {"min_time": 20}, "zero_optimization": {}})
     assert found.deepspeed.global_batch_size == 96
-    policy = found.in_replicas(ranks_per_node=8, ranks_per_replica=4, data_ranks_per_replica=4)
+    policy = found.in_replicas(ranks_per_node=8, replica_size=4, data_ranks_per_replica=4)
     assert policy.sizes == (1, 2, 3, 4)
     assert policy.min_stable_s == 1200.0
     batch = batch_of(found.deepspeed, 0, 0, 0)
@@ -48,7 +48,7 @@ def test_deepspeed_says_the_batch_too():
     with pytest.raises(ConfigError, match="says the batch: 96"):
         batch_of(found.deepspeed, 0, 0, 4)
     with pytest.raises(ConfigError, match="is a multiple of the 5 data-parallel ranks"):
-        found.in_replicas(ranks_per_node=5, ranks_per_replica=5, data_ranks_per_replica=5)
+        found.in_replicas(ranks_per_node=5, replica_size=5, data_ranks_per_replica=5)
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
@@ -112,6 +112,6 @@ def test_discrete_values_say_their_own_limits():
 )
 def test_a_null_in_a_manifest_is_an_absent_key(keys, sizes):
     found = read_policy({"minReplicas": 2, "maxReplicas": 4, "scalingTimeoutInSeconds": None, **keys})
-    assert found.in_replicas(**NODES_OF_8 | {"ranks_per_replica": 8}).sizes == sizes
+    assert found.in_replicas(**NODES_OF_8 | {"replica_size": 8}).sizes == sizes
     with pytest.raises(ConfigError, match="not both"):
         read_policy({"minReplicas": 1, "replicaIncrementStep": 2, "replicaDiscreteValues": [2, 4]})

@@ -48,7 +48,7 @@ class Rank:
         weight = self.sampler.weight(self.counts.ready)
         size = self.sampler.step_size(self.counts.ready)
         self.counts.ready += 1
-        ends = self.counts.ready % self.split.micro_steps == 0 or self.counts.ready == len(self.loader)
+        ends = self.counts.ready % self.split.num_micro_steps == 0 or self.counts.ready == len(self.loader)
         return ids, weight, ends, size
 
 
@@ -68,7 +68,7 @@ class Job:
         ]
 
     def step(self, is_killed_after=None):
-        micro_steps = self.ranks[0].split.micro_steps
+        micro_steps = self.ranks[0].split.num_micro_steps
         trained, totals = [], {}
         for number in range(micro_steps):
             if number == is_killed_after:
@@ -114,7 +114,7 @@ def play(batch, num_samples, shards, schedule):
         for _ in range(num_steps):
             job.step()
         if killed_after is not None:
-            job.step(is_killed_after=min(killed_after, job.ranks[0].split.micro_steps - 1))
+            job.step(is_killed_after=min(killed_after, job.ranks[0].split.num_micro_steps - 1))
             job.begin(num_replicas)
             job.step()
     return job

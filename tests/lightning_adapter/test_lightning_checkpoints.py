@@ -78,7 +78,7 @@ def fit(tokens, folder, num_steps, strategy, resume=None, width=16, data_ranks=4
     from hyperpod_plugins.lightning import TokenDataConfig, TokenDataModule
 
     sizes = dict(zip(("global_batch_size", "micro_batch_size"), sizes, strict=True))
-    trainer = make_trainer(folder, num_steps, strategy, BatchSplit(**sizes, data_world_size=data_ranks).micro_steps)
+    trainer = make_trainer(folder, num_steps, strategy, BatchSplit(**sizes, data_world_size=data_ranks).num_micro_steps)
     module = make_module(width)
     data = TokenDataModule(tokens, config=TokenDataConfig(sequence_length=SEQUENCE, **sizes))
     trainer.fit(module, datamodule=data, ckpt_path=resume)

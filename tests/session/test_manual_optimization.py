@@ -70,12 +70,12 @@ def test_options_of_a_session_that_are_not_exact(options, words):
 )
 def test_worlds_in_which_each_rank_has_one_batch_of_equal_size(global_batch, micro_batch, sizes, chosen):
     batch = StepBatch(global_batch_size=global_batch, micro_batch_size=micro_batch)
-    shares = EqualShares.of(batch, sizes, present=chosen[0], ranks_per_replica=2)
+    shares = EqualShares.of(batch, sizes, present=chosen[0], data_ranks_per_replica=2)
     assert shares.sizes == chosen
     assert shares.data_degrees == tuple(2 * size for size in chosen)
     for size in set(sizes) - set(chosen):
         with pytest.raises(ConfigError, match=rf"over {2 * size} data-parallel ranks .*divide the batch in the functi"):
-            EqualShares.of(batch, sizes, present=size, ranks_per_replica=2)
+            EqualShares.of(batch, sizes, present=size, data_ranks_per_replica=2)
 
 
 @pytest.mark.parametrize(

@@ -83,23 +83,25 @@ class ElasticPolicy:
             return tuple(sorted(set(self.replica_sizes)))
         return tuple(range(self.min_replicas, self.max_replicas + 1, self.replica_increment))
 
-    def serving(self, *, global_batch_size: int, ranks_per_replica: int, max_micro_batch: int) -> tuple[int, ...]:
+    def serving(self, *, global_batch_size: int, data_ranks_per_replica: int, max_micro_batch: int) -> tuple[int, ...]:
         """Return the allowed sizes at which all ranks get samples of the global batch.
 
         Args:
             global_batch_size: samples of one optimizer step.
-            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
+            data_ranks_per_replica: ranks of one replica that read different samples.
             max_micro_batch: largest number of samples per rank in one forward and backward pass.
 
         Raises:
             ConfigError: there are none.
         """
-        serving = [size for size in self.sizes if fits(global_batch_size, size * ranks_per_replica, max_micro_batch)]
+        serving = [
+            size for size in self.sizes if fits(global_batch_size, size * data_ranks_per_replica, max_micro_batch)
+        ]
         if not serving:
-            lowest = self.sizes[0] * ranks_per_replica
+            lowest = self.sizes[0] * data_ranks_per_replica
             raise ConfigError(
                 f"a global batch of {global_batch_size} in micro-batches of {max_micro_batch} can be spread over none "
-                f"of {list(self.sizes)} replicas of {ranks_per_replica} data-parallel ranks. Use a multiple of "
+                f"of {list(self.sizes)} replicas of {data_ranks_per_replica} data-parallel ranks. Use a multiple of "
                 f"{lowest}, or larger micro-batches."
             )
         return tuple(serving)

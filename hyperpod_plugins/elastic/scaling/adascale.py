@@ -42,7 +42,7 @@ class GradientNoise:
     """Squared norm of the gradient of the whole step."""
 
     @classmethod
-    def of_table(cls, table: Sequence[float], num_micro_steps: int, ranks_per_replica: int) -> Self:
+    def of_table(cls, table: Sequence[float], num_micro_steps: int, data_ranks_per_replica: int) -> Self:
         """Return the noise of a step, given the norms of its parts' weighted gradients.
 
         A part's weighted gradient is the gradient of its samples times the ratio of its number of samples to that of
@@ -51,10 +51,10 @@ class GradientNoise:
         Args:
             table: squared norm and weight of each part, then the squared norm of the step's mean.
             num_micro_steps: number of parts of each replica.
-            ranks_per_replica: ranks of a replica that read different samples.
+            data_ranks_per_replica: ranks of a replica that read different samples.
         """
         *parts, of_mean = table
-        per_replica = ranks_per_replica * num_micro_steps
+        per_replica = data_ranks_per_replica * num_micro_steps
         shares = [weight / per_replica for weight in parts[1::2]]
         num_replicas = len(shares) // num_micro_steps
         norms = [norm / (share * share) if share else 0.0 for norm, share in zip(parts[::2], shares, strict=True)]

@@ -92,7 +92,7 @@ class StepBatch:
             raise ConfigError(f"the batch is known for {sizes} replicas, and there are {num_replicas}.")
         return row.global_batch_size
 
-    def split(self, num_replicas: int, ranks_per_replica: int) -> BatchSplit:
+    def split(self, num_replicas: int, data_ranks_per_replica: int) -> BatchSplit:
         """Return how the step is split over ranks and micro-steps, for losses weighted by `ElasticSampler.weight`.
 
         If the batch follows the world, the last step of an epoch is padded instead of dropped. Ranks that get no
@@ -101,7 +101,7 @@ class StepBatch:
 
         Args:
             num_replicas: number of replicas in the world.
-            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
+            data_ranks_per_replica: ranks of one replica that read different samples.
 
         Raises:
             ConfigError: some rank would have no sample in some micro-step.
@@ -109,18 +109,18 @@ class StepBatch:
         if self.num_logical_shards:
             return BatchSplit(
                 global_batch_size=self.global_batch_size,
-                micro_batch_size=self.global_batch_size // (self.num_logical_shards * ranks_per_replica),
-                data_world_size=num_replicas * ranks_per_replica,
+                micro_batch_size=self.global_batch_size // (self.num_logical_shards * data_ranks_per_replica),
+                data_world_size=num_replicas * data_ranks_per_replica,
                 num_logical_shards=self.num_logical_shards,
             )
         row, size = self._row(num_replicas), self.global_batch_at(num_replicas)
         may_idle = row is not None and not row.is_even
         plan = plan_batch(
-            size, num_replicas * ranks_per_replica, self._micro_at(num_replicas), allows_idle_ranks=may_idle
+            size, num_replicas * data_ranks_per_replica, self._micro_at(num_replicas), allows_idle_ranks=may_idle
         )
         return replace(plan, pads_last_step=self.follows_world, allows_idle_ranks=True)
 
-    def feasible_sizes(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+    def feasible_sizes(self, policy: ElasticPolicy, data_ranks_per_replica: int) -> tuple[int, ...]:
         """Return the numbers of replicas that the policy allows and at which all ranks get samples.
 
         Raises:
@@ -129,28 +129,28 @@ class StepBatch:
         if self.num_logical_shards:
             return tuple(size for size in policy.sizes if self.num_logical_shards % size == 0)
         if self.by_replicas or self.is_even:
-            return self._serving_as_said(policy, ranks_per_replica)
+            return self._serving_as_said(policy, data_ranks_per_replica)
         if not self.follows_world:
             return policy.serving(
                 global_batch_size=self.global_batch_size,
-                ranks_per_replica=ranks_per_replica,
+                data_ranks_per_replica=data_ranks_per_replica,
                 max_micro_batch=self.micro_batch_size,
             )
-        if not fits(self.samples_per_replica, ranks_per_replica, self.micro_batch_size):
+        if not fits(self.samples_per_replica, data_ranks_per_replica, self.micro_batch_size):
             raise ConfigError(
                 f"samples_per_replica={self.samples_per_replica} in micro-batches of {self.micro_batch_size} cannot be "
-                f"spread over the {ranks_per_replica} data-parallel ranks of a replica. Use a multiple of "
-                f"{ranks_per_replica}, or larger micro-batches."
+                f"spread over the {data_ranks_per_replica} data-parallel ranks of a replica. Use a multiple of "
+                f"{data_ranks_per_replica}, or larger micro-batches."
             )
         return policy.sizes
 
-    def infeasible_reasons(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[str, ...]:
+    def infeasible_reasons(self, policy: ElasticPolicy, data_ranks_per_replica: int) -> tuple[str, ...]:
         """Explain, one sentence each, why numbers of replicas that policy and table allow are not among `serving`."""
         if not self.by_replicas:
             return ()
         said: list[str] = []
         for row in self.by_replicas:
-            degree = row.num_replicas * ranks_per_replica
+            degree = row.num_replicas * data_ranks_per_replica
             if row.num_replicas in policy.sizes and not self._can_share(row.num_replicas, degree):
                 how = " evenly, as use_uneven_batch: false requires" if row.is_even else ""
                 said.append(
@@ -159,7 +159,7 @@ class StepBatch:
                 )
         return tuple(said)
 
-    def in_logical_shards(self, policy: ElasticPolicy, ranks_per_replica: int) -> "StepBatch":
+    def in_logical_shards(self, policy: ElasticPolicy, data_ranks_per_replica: int) -> "StepBatch":
         """Return the same batch, cut into parts that most of the allowed numbers of replicas can share evenly.
 
         Of the numbers of parts that serve equally many sizes, it takes the smallest, which gives the largest
@@ -167,19 +167,18 @@ class StepBatch:
 
         Args:
             policy: the limits.
-            ranks_per_replica: ranks of one replica that read different samples: the shard degree.
+            data_ranks_per_replica: ranks of one replica that read different samples.
 
         Raises:
             ConfigError: the batch follows the world, or cannot be cut into parts of equal size for all ranks.
         """
         refuse_reproducible(follows_world=self.follows_world)
-        share, rest = divmod(self.global_batch_size, ranks_per_replica)
+        share, rest = divmod(self.global_batch_size, data_ranks_per_replica)
         if rest:
             raise ConfigError(
-                f"reproducible=True cuts a step into parts whose samples the {ranks_per_replica} data-parallel ranks "
-                f"of a replica share evenly, which a global batch of {self.global_batch_size} does not allow. Use "
-                + " or ".join(str(each * ranks_per_replica) for each in (share, share + 1) if each)
-                + "."
+                f"reproducible=True cuts a step into parts whose samples the {data_ranks_per_replica} data-parallel "
+                f"ranks of a replica share evenly, which a global batch of {self.global_batch_size} does not allow. "
+                "Use " + " or ".join(str(each * data_ranks_per_replica) for each in (share, share + 1) if each) + "."
             )
         micro = min((row.micro_batch_size for row in self.by_replicas), default=self.micro_batch_size)
         parts = [n for n in range(1, share + 1) if share % n == 0 and share // n <= micro]
@@ -188,8 +187,8 @@ class StepBatch:
         if not most:
             raise ConfigError(
                 f"no number of replicas in {list(policy.sizes)} can share a global batch of {self.global_batch_size} "
-                f"evenly with {ranks_per_replica} data-parallel ranks each, as reproducible=True needs it. Numbers "
-                f"that divide {share} can."
+                f"evenly with {data_ranks_per_replica} data-parallel ranks each, as reproducible=True needs it. "
+                f"Numbers that divide {share} can."
             )
         num_logical_shards = min(n for n in parts if served[n] == most)
         return replace(self, num_logical_shards=num_logical_shards, by_replicas=())
@@ -201,17 +200,17 @@ class StepBatch:
         row = self._row(num_replicas)
         return self.micro_batch_size if row is None else row.micro_batch_size
 
-    def _serving_as_said(self, policy: ElasticPolicy, ranks_per_replica: int) -> tuple[int, ...]:
+    def _serving_as_said(self, policy: ElasticPolicy, data_ranks_per_replica: int) -> tuple[int, ...]:
         known = [row.num_replicas for row in self.by_replicas] or list(policy.sizes)
         sizes = [size for size in policy.sizes if size in known]
-        serving = [size for size in sizes if self._can_share(size, size * ranks_per_replica)]
+        serving = [size for size in sizes if self._can_share(size, size * data_ranks_per_replica)]
         if not serving:
             batches = (
                 ", ".join(f"{self.global_batch_at(size)} samples on {size} replicas" for size in sizes)
                 or "nothing of them"
             )
             raise ConfigError(
-                f"none of {list(policy.sizes)} replicas of {ranks_per_replica} data-parallel ranks can share its "
+                f"none of {list(policy.sizes)} replicas of {data_ranks_per_replica} data-parallel ranks can share its "
                 f"batch: the recipe says {batches}. Change the batches, or set use_uneven_batch: true."
             )
         return tuple(serving)

@@ -135,16 +135,14 @@ class BatchConfig:
         policy, given, scales = self.policy, self.batch, self.scales
         if scales is not None:
             node, replica = shape.ranks_per_node, shape.replica_size
-            scales = scales.feasible_on(
-                ranks_per_node=node, ranks_per_replica=replica, tensor_degree=shape.tensor_degree
-            )
-            given = scales.batch(ranks_per_node=node, ranks_per_replica=replica)
+            scales = scales.feasible_on(ranks_per_node=node, replica_size=replica, tensor_degree=shape.tensor_degree)
+            given = scales.batch(ranks_per_node=node, replica_size=replica)
         deepspeed, is_fixed = None, False
         if isinstance(policy, PolicyBlock):
             deepspeed, is_fixed = policy.deepspeed, policy.is_fixed
             policy = replace(policy, scales=scales).in_replicas(
                 ranks_per_node=shape.ranks_per_node,
-                ranks_per_replica=shape.replica_size,
+                replica_size=shape.replica_size,
                 data_ranks_per_replica=shape.shard_degree,
             )
         remarks = ("is_elastic: false, so the job keeps the recipe's number of nodes",) if is_fixed else ()

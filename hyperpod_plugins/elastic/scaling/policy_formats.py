@@ -60,7 +60,7 @@ _HIGHLY_COMPOSITE = (
 )
 
 
-def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
+def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, replica_size: int) -> ElasticPolicy:
     """Convert the `elasticPolicy` of a HyperPodPyTorchJob, whose replicas are pods; keys with a null value count as
     absent.
 
@@ -73,14 +73,14 @@ def policy_of_manifest(block: Mapping[str, Any], *, ranks_per_node: int, ranks_p
     if {"replicaIncrementStep", "replicaDiscreteValues"} <= block.keys():
         raise ConfigError("elasticPolicy takes replicaIncrementStep or replicaDiscreteValues, not both.")
     values = {_MANIFEST[key]: value for key, value in block.items()}
-    return _in_replicas(values, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+    return _in_replicas(values, ranks_per_node=ranks_per_node, replica_size=replica_size)
 
 
 def policy_of_recipe(
     block: Mapping[str, Any],
     *,
     ranks_per_node: int,
-    ranks_per_replica: int,
+    replica_size: int,
     nodes: Sequence[int] = (),
     num_nodes: int = 0,
 ) -> ElasticPolicy:
@@ -91,7 +91,7 @@ def policy_of_recipe(
     Args:
         block: its keys and values.
         ranks_per_node: number of ranks on each node.
-        ranks_per_replica: number of ranks in each replica.
+        replica_size: number of ranks in each replica.
         nodes: the only allowed numbers of nodes, from a `scale_config`.
         num_nodes: `trainer.num_nodes`, for a recipe that is not elastic; 0 for `max_nodes`.
 
@@ -109,7 +109,7 @@ def policy_of_recipe(
         values |= {"min_replicas": fixed, "max_replicas": fixed, "replica_increment": 1}
     if not block.get("use_graceful_shutdown", True):
         values["graceful_shutdown_timeout_s"] = 0.0
-    return _in_replicas(values, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+    return _in_replicas(values, ranks_per_node=ranks_per_node, replica_size=replica_size)
 
 
 def _within_limits(nodes: Sequence[int], values: dict[str, Any]) -> tuple[int, ...]:
@@ -246,25 +246,25 @@ def _even_worlds(batch: int, micro_batch_sizes: Sequence[int]) -> list[int]:
     return sorted({world for count in counts for world in range(1, count + 1) if count % world == 0})
 
 
-def replicas_of_nodes(name: str, nodes: int, *, ranks_per_node: int, ranks_per_replica: int) -> int:
+def replicas_of_nodes(name: str, nodes: int, *, ranks_per_node: int, replica_size: int) -> int:
     """Return how many replicas a number of nodes makes up.
 
     Raises:
         ConfigError: it is not a whole number; the message begins with `name`.
     """
-    replicas, rest = divmod(int(nodes) * ranks_per_node, ranks_per_replica)
+    replicas, rest = divmod(int(nodes) * ranks_per_node, replica_size)
     if rest or not replicas:
-        whole = math.lcm(ranks_per_node, ranks_per_replica) // ranks_per_node
+        whole = math.lcm(ranks_per_node, replica_size) // ranks_per_node
         raise ConfigError(
             f"{name} of {nodes} nodes of {ranks_per_node} ranks is no whole number of replicas of "
-            f"{ranks_per_replica} ranks. Use a multiple of {whole} nodes, or other degrees."
+            f"{replica_size} ranks. Use a multiple of {whole} nodes, or other degrees."
         )
     return replicas
 
 
-def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, ranks_per_replica: int) -> ElasticPolicy:
+def _in_replicas(values: dict[str, Any], *, ranks_per_node: int, replica_size: int) -> ElasticPolicy:
     def count(name: str, nodes: int) -> int:
-        return replicas_of_nodes(name, nodes, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+        return replicas_of_nodes(name, nodes, ranks_per_node=ranks_per_node, replica_size=replica_size)
 
     sizes = values.get("replica_sizes", ())
     if sizes:
@@ -387,7 +387,7 @@ class ScaleTable:
         filled = [replace(row, **{name: getattr(row, name) or value for name, value in given.items()}) for row in rows]
         return replace(self, base=filled[0], scales=tuple(filled[1:]))
 
-    def batch(self, *, ranks_per_node: int, ranks_per_replica: int) -> StepBatch:
+    def batch(self, *, ranks_per_node: int, replica_size: int) -> StepBatch:
         """Return the batches by number of replicas.
 
         Raises:
@@ -399,7 +399,7 @@ class ScaleTable:
                 "the recipe does not set train_batch_size or micro_train_batch_size. Give ElasticTraining "
                 "global_batch_size and micro_batch_size."
             )
-        ranks = {"ranks_per_node": ranks_per_node, "ranks_per_replica": ranks_per_replica}
+        ranks = {"ranks_per_node": ranks_per_node, "replica_size": replica_size}
         sizes = {row.global_batch_size for row in rows}
         return StepBatch(
             global_batch_size=sizes.pop() if len(sizes) == 1 else 0,
@@ -416,7 +416,7 @@ class ScaleTable:
             is_even=self.base.is_even,
         )
 
-    def feasible_on(self, *, ranks_per_node: int, ranks_per_replica: int, tensor_degree: int) -> "ScaleTable":
+    def feasible_on(self, *, ranks_per_node: int, replica_size: int, tensor_degree: int) -> "ScaleTable":
         """Return the table with only those numbers of nodes that can be trained with the present ranks.
 
         A number of nodes is dropped if it does not make up whole replicas, or if its `uneven_batch` describes other
@@ -433,7 +433,7 @@ class ScaleTable:
                     "scale_config",
                     row.num_nodes,
                     ranks_per_node=ranks_per_node,
-                    ranks_per_replica=ranks_per_replica,
+                    replica_size=replica_size,
                 )
                 _check_shares(row, row.num_nodes * ranks_per_node // tensor_degree)
             except ConfigError as error:
@@ -598,25 +598,25 @@ class PolicyBlock:
         """The batches of a DeepSpeed block; None for the other formats, which set none."""
         return read_deepspeed(self.block) if self.format is PolicyFormat.DEEPSPEED else None
 
-    def in_replicas(self, *, ranks_per_node: int, ranks_per_replica: int, data_ranks_per_replica: int) -> ElasticPolicy:
+    def in_replicas(self, *, ranks_per_node: int, replica_size: int, data_ranks_per_replica: int) -> ElasticPolicy:
         """Convert the policy to replicas.
 
         Args:
             ranks_per_node: number of ranks on each node.
-            ranks_per_replica: number of ranks in each replica.
-            data_ranks_per_replica: those ranks of a replica that read different samples: the shard degree.
+            replica_size: number of ranks in each replica.
+            data_ranks_per_replica: those ranks of a replica that read different samples.
 
         Raises:
             ConfigError: nodes, or numbers of GPUs, that do not make up whole replicas; the message says which would.
         """
         if self.format is PolicyFormat.MANIFEST:
-            return policy_of_manifest(self.block, ranks_per_node=ranks_per_node, ranks_per_replica=ranks_per_replica)
+            return policy_of_manifest(self.block, ranks_per_node=ranks_per_node, replica_size=replica_size)
         if self.format is PolicyFormat.RECIPE:
             nodes = () if self.scales is None else self.scales.nodes
             return policy_of_recipe(
                 self.block,
                 ranks_per_node=ranks_per_node,
-                ranks_per_replica=ranks_per_replica,
+                replica_size=replica_size,
                 nodes=nodes,
                 num_nodes=self.num_nodes,
             )
@@ -656,7 +656,7 @@ def read_policy(given: ElasticPolicy | Mapping[str, Any] | str | Path) -> Elasti
             f"format. Known are {wanted}."
         )
     try:
-        found.in_replicas(ranks_per_node=1, ranks_per_replica=1, data_ranks_per_replica=1)
+        found.in_replicas(ranks_per_node=1, replica_size=1, data_ranks_per_replica=1)
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -679,7 +679,7 @@ def batch_of(
     if scales is not None:
         if samples_per_replica:
             raise ConfigError("the recipe sets the batch. Leave out samples_per_replica, or the batch in the recipe.")
-        return scales.batch(ranks_per_node=1, ranks_per_replica=1)
+        return scales.batch(ranks_per_node=1, replica_size=1)
     if deepspeed is None:
         return StepBatch(
             global_batch_size=global_batch_size,
