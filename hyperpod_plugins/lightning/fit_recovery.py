@@ -80,6 +80,7 @@ from hyperpod_plugins.lightning.trainer_state import (
     log_last_batch,
     make_loaders_as_others,
     merge_own,
+    not_restarting,
     part_of,
     part_order,
     put_back_last_saves,
@@ -875,6 +876,7 @@ class FitRecovery(NullFitRecovery):
         self._rows.unwatch(self.trainer)
         self._calls.release(self.trainer)
         if has_ended:
+            not_restarting(self.trainer)  # a fit that was re-entered at its last part has run no loop that clears it
             self._start_end_stream()
 
     def _start_end_stream(self) -> None:

@@ -47,11 +47,13 @@ PHASES = {
     "commit": ("commit 7 0",),  # between two writes of the optimizer
     "committed": ("committed 9 1",),
     "hooks": ("hooks 11 0",),
+    "epoch end": ("epoch end 12 2",),
     "validation": ("validation 12 3",),
     "snapshot": ("snapshot 14 3",),  # in the middle of the exchange
     "give": ("forward 15 2 kill", "give 15 -1"),  # in the middle of the copy for another one that was lost
     "take": ("forward 16 1 kill", "take 0 -1"),
     "save": ("save 18 2",),
+    "fit end": ("train end 20 2",),  # the loops have ended, and are entered again
     "validate": ("validate 0 1",),
     "between": ("between 0 3",),  # two fits
     "fit start": ("fit start 2 1 break",),  # before it is known where the second fit begins

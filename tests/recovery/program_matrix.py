@@ -170,12 +170,13 @@ class Module(pl.LightningModule):
         self.automatic_optimization = PROGRAM != "manual"
         self.net = Net()
         self.judge = Net() if PROGRAM == "manual" else None
-        self.mean, self.before, self.num_batches, self.last = MeanMetric(), MeanMetric(), 0, 0.0
+        self.mean, self.before, self.num_batches, self.last, self.index = MeanMetric(), MeanMetric(), 0, 0.0, -1
 
     def loss(self, batch):
         return (self.net(batch) - batch).square().mean()
 
     def training_step(self, batch, index):
+        self.index = index
         if PROGRAM == "manual":
             return self.by_hand(batch)
         loss = self.loss(batch)
@@ -218,6 +219,12 @@ class Module(pl.LightningModule):
 
     def on_train_batch_end(self, *_):
         now.at("hooks")
+
+    def on_train_epoch_end(self):
+        now.at("epoch end")
+
+    def on_train_end(self):
+        now.at("train end")
 
     def on_save_checkpoint(self, checkpoint):
         now.at("save")
@@ -286,7 +293,7 @@ def state_of(trainer, module, ema):
         state[f"{index}.lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
     state |= {f"ema.{number}": shard for number, shard in enumerate(ema.shards)}
     state |= {f"metric.{name}": value for name, value in trainer.callback_metrics.items()}
-    state["own"] = torch.tensor([module.num_batches, module.last])
+    state["own"] = torch.tensor([module.num_batches, module.last, module.index])
     state["step"] = torch.tensor([trainer.global_step, trainer.current_epoch])
     return {name: value.clone() for name, value in state.items()}
 

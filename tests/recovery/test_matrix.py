@@ -8,7 +8,9 @@ from recovery.faults import run_job
 from recovery.matrix import KINDS, PHASES, PROGRAMS, Cells, Outcome, jobs_of, table
 
 PART = [
-    Cells(program="convolution", kind="kill", phases=("snapshot", "give", "save", "between", "fit start")),
+    Cells(
+        program="convolution", kind="kill", phases=("snapshot", "give", "save", "fit end", "fit start", "second fit")
+    ),
     Cells(program="counting", kind="kill", phases=("fetch", "forward", "snapshot", "give", "take")),
     Cells(
         program="full", kind="stop", phases=("take",)
