@@ -1,7 +1,7 @@
 """In-process fault recovery: the step as a transaction, and the return of all ranks to a common step."""
 
 from hyperpod_plugins.recovery.config import RecoveryOptions
-from hyperpod_plugins.recovery.member import Member
+from hyperpod_plugins.recovery.member import Member, NullMember
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival, RecoveryLevel, RecoveryPlan, buddies, plan_recovery
 from hyperpod_plugins.recovery.protocols import SAVING_GROUP, Repair, RetryPolicy, ReturnedToSnapshot, TrainingLoop
 from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
@@ -19,6 +19,7 @@ __all__ = [
     "Member",
     "MustReenterLoop",
     "NO_STATE",
+    "NullMember",
     "RecoveryLevel",
     "RecoveryOptions",
     "RecoveryPlan",

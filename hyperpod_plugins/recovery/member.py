@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from hyperpod_plugins.comm import Reconfiguration, break_groups, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
@@ -120,8 +120,23 @@ class GenerationWatcher:
             self._changed.wait_for(lambda: self._is_stopped or (self._watched, self._attempt) != heard)
 
 
+class NullMember:
+    """A process of a program without recovery, in the place of a `Member`: its world never changes."""
+
+    recovers = is_joining = is_elastic = False
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world = rank, WorldPlan.initial(world_size)
+        self.job_store = JobStore(HashStore())
+        """Of this process alone."""
+        self.activity = ""
+
+
 class Member:
     """One worker process as a member of the job; its methods are for the main thread."""
+
+    recovers = True
+    """Whether lost processes are replaced, and interrupted steps run again."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
 from hyperpod_plugins.parallel.topology import update_group_members
-from hyperpod_plugins.recovery import SAVING_GROUP, Member, RecoveryOptions
+from hyperpod_plugins.recovery import SAVING_GROUP, Member, NullMember, RecoveryOptions
 
 
 class LoopContext:
@@ -23,7 +23,7 @@ class LoopContext:
         self,
         config: ParallelConfig,
         env: WorkerEnv,
-        member: Member | None,
+        member: Member | NullMember,
         options: RecoveryOptions,
         *,
         comm: CommOptions,
@@ -34,7 +34,7 @@ class LoopContext:
         Args:
             config: parallel degrees.
             env: this worker's ranks and sizes, as set by the launcher.
-            member: this process as a member of a job with recovery; None without recovery.
+            member: this process as a member of the job.
             options: recovery options, which determine whether there are snapshots.
             comm: collective library to use.
             timeout_s: seconds after which a collective that does not complete fails.
@@ -44,7 +44,7 @@ class LoopContext:
         self.ranks_per_node = env.local_world_size
         self._member = member
         self._options = options
-        known = None if member is None else elastic_spec_of(member.job_store)
+        known = elastic_spec_of(member.job_store)
         self.replica_size = 0 if known is None else known.replica_size
         """Number of ranks per replica, which never changes; 0 until it is known."""
         self.device = torch.device("cpu")
@@ -79,7 +79,7 @@ class LoopContext:
             update_group_members(self.topology, self.rank)
         self.mesh = build_mesh(self.topology, self.device.type)
         self.data_group = build_data_group(self.topology)
-        if self._member is not None:  # a group that is created later would be missing in a joiner
+        if self._member.recovers:  # a group that is created later would be missing in a joiner
             ranks = range(self.world_size)
             self.saving_group = new_axis_group(GroupKey(SAVING_GROUP, is_strict=True), ranks)
             if self._member.is_elastic or self._options.snapshots(self.topology).every_steps:
@@ -89,6 +89,4 @@ class LoopContext:
                 listener()
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        if self._member is None:
-            return self._env.global_rank, self._env.world_size
         return self._member.rank, self._member.world.size

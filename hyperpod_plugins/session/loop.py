@@ -358,7 +358,7 @@ class Loop:
     @property
     def has_recovery(self) -> bool:
         """Whether the loop continues after a fault outside a step."""
-        return self.transactions.member is not None
+        return self.transactions.recovers
 
     def run(
         self, begins_at: Position, resumed_from: str = "", at_end: Callable[[], object] = lambda: None

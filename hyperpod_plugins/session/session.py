@@ -47,7 +47,7 @@ from hyperpod_plugins.parallel.replica_mean import (
     NoiseMeasuringAveraging,
 )
 from hyperpod_plugins.parallel.unit_watch import reshard_gathered, watch_units
-from hyperpod_plugins.recovery import NO_STATE, Member, RecoveryOptions, Repair
+from hyperpod_plugins.recovery import NO_STATE, Member, NullMember, RecoveryOptions, Repair
 from hyperpod_plugins.recovery.config import WITHOUT_AGENT, log_once
 from hyperpod_plugins.recovery.degrees import (
     as_degrees,
@@ -168,7 +168,7 @@ class Session:
             refuse_degrees(self.config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
         if any(self._degrees) and not elastic:
             raise ConfigError("shard_degrees and tensor_degrees need `elastic`: without it a job keeps its processes.")
-        self._member = None
+        self._member: Member | NullMember = NullMember(env.global_rank, env.world_size)
         if job is not None:
             self._member = self._join(job, env, global_batch_size, samples_per_replica)
         elif self._recovery.enabled and env.world_size > 1 and env.global_rank == 0:
@@ -348,7 +348,7 @@ class Session:
                 has_other_degrees=any(self._degrees),
             )
             non_finite = "off"
-        waits_anyway = self._member is not None or self.device.type == "cpu"
+        waits_anyway = self._member.recovers or self.device.type == "cpu"
         self._finite = FiniteCheck(non_finite, waits_anyway=waits_anyway)
         check_trained(model, _listed(optimizers), _listed(schedulers), config=self.config, world_size=self.world_size)
         watch_units(model)
@@ -373,16 +373,14 @@ class Session:
             config=self.config,
             backward=backward,
             max_grad_norm=max_grad_norm,
-            is_step_keyed=self._recovery.step_keyed_random and (self._member is not None or self._reproducible),
+            is_step_keyed=self._recovery.step_keyed_random and (self._member.recovers or self._reproducible),
             checks_gradients=self._finite.is_enabled,
         )
-        member = self._member if self._transactions is None else self._transactions.member  # None once it has left
         self._trained.saving = self._context.saving_group
-        self._transactions = (
-            PlainSteps()
-            if member is None
-            else Transactions(member, self._context, self._trained, self._recovery, self.repairs)
-        )
+        has_left = self._transactions is not None and not self._transactions.recovers
+        self._transactions = PlainSteps()
+        if isinstance(self._member, Member) and not has_left:
+            self._transactions = Transactions(self._member, self._context, self._trained, self._recovery, self.repairs)
 
     def register_rank_local(self, name: str, stateful: Stateful) -> None:
         """Register an object whose state differs between ranks, so that a replacement gets the lost rank's state.
@@ -428,24 +426,24 @@ class Session:
             PeerLost: a rank was lost.
             StateLost: the agents have not restarted a joiner that got no value.
         """
-        member = None if self._entries.is_inside else self._member  # within a loop, a joiner has joined the others
-        name = f"agreed/{self._num_agreed}"
-        if member is not None:
+        name = ""
+        if isinstance(self._member, Member) and not self._entries.is_inside:  # within a loop, a joiner has joined
+            name = f"agreed/{self._num_agreed}"
             self._num_agreed += 1
             if group_health.phase is Phase.DETACHED:
-                return self._agreed_before(member, name)
+                return self._agreed_before(self._member, name)
         with group_health.checks_host_read():
-            return self._shared(value, member, name)
+            return self._shared(value, name)
 
-    def _shared(self, value: Any, member: Member | None, name: str) -> Any:
-        """Broadcast rank 0's value, and keep it for joiners under `name`."""
+    def _shared(self, value: Any, name: str) -> Any:
+        """Broadcast rank 0's value, and keep it for joiners under `name`, unless that is empty."""
         data = b""
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             data = _packed(value)
             size.fill_(len(data))
-            if member is not None:
-                member.job_store.set(name, data)
+            if name:
+                self._member.job_store.set(name, data)
         dist.broadcast(size, src=0)
         payload = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == 0:
@@ -500,15 +498,14 @@ class Session:
         else:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
-    def _end_loop(self, trained: TrainedState, member: Member | None) -> None:
+    def _end_loop(self, trained: TrainedState) -> None:
         """End a loop whose steps are all done. All ranks call this, again if a rank is lost meanwhile."""
         entries, rank = self._entries, self.topology.data_rank(self.rank)
         if self._transactions is not None and self._transactions.rehearsal is not None:
             self._transactions.rehearsal.end_call(trained.position().committed)
         if self._recovery.step_keyed_random:
             seed_micro_step(self.config.random_seed, 0, entries.number, rank, TRAINING_END)
-        if member is not None:
-            member.activity = "keeping the state after a loop"
+        self._member.activity = "keeping the state after a loop"
         self._keep_end(trained)
 
     def _keep_end(self, trained: TrainedState) -> None:
@@ -569,7 +566,7 @@ class Session:
         batch = self._batch_of(data.micro_batch_size)
         split = batch.split(self.topology.replicate_degree, self.topology.data_ranks_per_replica)
         sizes = (self.topology.replicate_degree,)
-        if self._policy is not None and self._member is not None:
+        if self._policy is not None and self._member.recovers:
             sizes = self._allowed_sizes(batch, self._policy)
         shares = None
         if trained.is_manual:
@@ -578,7 +575,7 @@ class Session:
             sizes = shares.sizes
         if trained.rates is not None:
             self._begin_schedule(trained, trained.rates, batch, sizes)
-        if self._member is not None and self._policy is not None and not self._member.is_joining:
+        if self._member.recovers and self._policy is not None and not self._member.is_joining:
             degrees = _Degrees(*self._degrees, self._policy, batch)
             self._member.job_store.set_lasting(_MICRO_BATCH_KEY, str(data.micro_batch_size).encode())
             transactions.elastic_spec = ElasticSpec(
@@ -607,13 +604,12 @@ class Session:
         if transactions.has_left:  # at the end of an earlier loop, since `steps` was called
             transactions = loop.transactions = PlainSteps()
         begins_at, self._begins_at = self._begins_at, Position()
-        job = None if self._member is None else self._member.job
-        if job is None:
+        if not isinstance(self._member, Member):
             yield from loop.run(begins_at)
             return
         entries, is_over = self._entries, False
-        entries.member = member = transactions.member
-        with ExitStack() as stack, entries.enter(job, "steps") as record:
+        entries.member = self._member if transactions.recovers else None
+        with ExitStack() as stack, entries.enter(self._member.job, "steps") as record:
             stack.callback(self._refuse_to_meet_others, transactions)
             resumed_from = entries.resume_from("steps")
             if record is not None:
@@ -626,7 +622,7 @@ class Session:
             refuse_own_schedules(trained.optimizers, trained.model, is_restored=trained.restores)
             transactions.enter(entries.number, training_index=entries.training_index, is_complete=entries.is_complete)
             try:
-                yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained, member))
+                yield from loop.run(begins_at, resumed_from, lambda: self._end_loop(trained))
                 is_over = True
             finally:
                 if transactions.has_left:
@@ -670,11 +666,10 @@ class Session:
         Raises:
             ConfigError: the learning-rate rule does not fit the optimizers.
         """
-        store = None if self._member is None else self._member.job_store
+        store = self._member.job_store
         rates.begin(find_reference(store, rates.rule, batch.global_batch_at(self.topology.replicate_degree)))
         reference = rates.check(trained.optimizers, [batch.global_batch_at(size) for size in sizes])
-        if store is not None:
-            publish_reference(store, reference)
+        publish_reference(store, reference)
         if rates.rule.is_adascale and self.rank == 0:
             warn_of_adaptive(trained.optimizers)
 

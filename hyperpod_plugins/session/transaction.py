@@ -64,9 +64,9 @@ class PlainSteps:
     """Whether this process has left the job for good: its later steps are plain ones."""
 
     @property
-    def member(self) -> Member | None:
-        """This process as a member of the job; None without recovery, or once it has left."""
-        return None
+    def recovers(self) -> bool:
+        """Whether a step that a fault interrupts is run again."""
+        return False
 
     @property
     def is_joining(self) -> bool:
@@ -196,8 +196,8 @@ class Transactions(PlainSteps):
 
     @property
     @override
-    def member(self) -> Member | None:
-        return None if self.has_left else self._engine.member
+    def recovers(self) -> bool:
+        return not self.has_left
 
     @property
     @override
