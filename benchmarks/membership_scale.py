@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from benchmarks import harness, report
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import RecoveryTimeout
@@ -63,7 +63,7 @@ class SimulatedMember:
             WorldView(job_store, WorldPlan.initial(world_size)),
             PlanWatcher(partial(JobStore.connect, job)),
             worker_id=rank,
-            policy=MembershipPolicy(replacement_timeout_s=limit_s),
+            policy=QuorumPolicy(replacement_timeout_s=limit_s),
             survivors=Survivors(job_store, patience_s=lambda: limit_s, outside_s=limit_s),
         )
         return cls(job_store=job_store, joiner=joiner, rank=rank, world_size=world_size)

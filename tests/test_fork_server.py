@@ -15,11 +15,11 @@ import pytest
 
 from hyperpod_plugins.elastic.launcher import fork_server as fork_server_module
 from hyperpod_plugins.elastic.launcher.fork_client import (
-    Ended,
     ForkServerOptions,
     ForkServerProcess,
+    ProcessEnded,
+    ProcessStarted,
     SpawnRequest,
-    Started,
     wait_readable,
 )
 from hyperpod_plugins.errors import ConfigError
@@ -79,9 +79,9 @@ class Children:
             wait_readable([self.fork_server.fileno()], min(until_s, time.monotonic() + 0.05))
             for event in self.fork_server.poll_events():
                 match event:
-                    case Started(ticket, pid):
+                    case ProcessStarted(ticket, pid):
                         self.pids[ticket] = pid
-                    case Ended(ticket, code):
+                    case ProcessEnded(ticket, code):
                         self.codes[ticket] = code
 
     def pid(self, ticket):

@@ -124,7 +124,7 @@ class Discardable(Protocol):
         ...
 
 
-class Waiting:
+class CurrentWait:
     """The collective in which the step's thread waits now; read by the hang detection."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class CommRuntime:
         self.device_queue = DeviceQueue()
         """Collectives queued on the device; a process uses one."""
         self.traffic = TrafficCounters()
-        self.waiting = Waiting()
+        self.waiting = CurrentWait()
         self.pinned = PinnedGenerations()
         self.groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
         """Groups of the backend `hyperpod` by the names of their keys, destroyed ones too; see `live_groups`."""

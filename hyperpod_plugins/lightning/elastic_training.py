@@ -28,7 +28,7 @@ from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import (
     ElasticPolicy,
     ElasticSpec,
-    Layout,
+    ReplicaLayout,
     elastic_spec_of,
     publish_elastic_spec,
 )
@@ -235,7 +235,7 @@ class ElasticState:
         """The user's callback."""
         self._job_store = job_store
         self._known = elastic_spec_of(job_store)
-        self._layouts: tuple[Layout, ...] = ()
+        self._layouts: tuple[ReplicaLayout, ...] = ()
         self.replica_size = 0 if self._known is None else self._known.replica_size
         """Ranks of one replica; 0 until the first world has been laid out."""
         self._topology: Topology | None = None
@@ -381,7 +381,7 @@ class ElasticState:
             replica_size=self.replica_size,
             sizes=self._sizes,
             tensor_degree=tensor,
-            layouts=self._layouts or (Layout(shard_degree=shard, tensor_degree=tensor, sizes=self._sizes),),
+            layouts=self._layouts or (ReplicaLayout(shard_degree=shard, tensor_degree=tensor, sizes=self._sizes),),
         )
         if self.options.batch.follows_world:
             batches = [self.options.batch.global_batch_at(size) for size in self._sizes]

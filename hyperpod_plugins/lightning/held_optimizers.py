@@ -16,7 +16,14 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.lightning.compat import Trainer, callbacks_of
 from hyperpod_plugins.lightning.local_state import attributes_of, optimizers_followed
 from hyperpod_plugins.recovery.attributes import PlainAttributes, modules_of_program
-from hyperpod_plugins.recovery.held_objects import INTERNAL, Held, Way, find_held, objects_of, packages_of
+from hyperpod_plugins.recovery.held_objects import (
+    INTERNAL,
+    FollowedObject,
+    FollowMode,
+    find_held,
+    objects_of,
+    packages_of,
+)
 
 _HELD = "Return it from configure_optimizers, and use it through self.optimizers() with manual optimization."
 _WRAPPED = (
@@ -33,7 +40,7 @@ class HeldOptimizers:
         """Nothing is checked yet."""
         self._trainer = trainer
         self._attributes: list[PlainAttributes] = [*attributes_of(trainer).values()]
-        self._seen: list[dict[str, Held]] = []
+        self._seen: list[dict[str, FollowedObject]] = []
 
     def check(self) -> None:
         """Look at all attributes, if other objects are held there than at the last call.
@@ -75,13 +82,16 @@ class HeldOptimizers:
             roots.append(("the data module", data))
         left_out = {id(each) for each in (*trainer.lightning_module.modules(), *callbacks, trainer)}
         found, _ = find_held(
-            [Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=INTERNAL | {"_trainer"}) for name, each in roots],
+            [
+                FollowedObject(name, each, FollowMode.ATTRIBUTES, (vars(each),), ignored=INTERNAL | {"_trainer"})
+                for name, each in roots
+            ],
             packages=packages_of(each for _, each in roots),
             is_left_out=lambda value: id(value) in left_out,
         )
         for held in found.values():
             yield from objects_of(held)
-            if held.way is Way.STATE and not isinstance(held.value, nn.Module):
+            if held.mode is FollowMode.STATE and not isinstance(held.value, nn.Module):
                 attributes: dict[str, Any] = getattr(held.value, "__dict__", {})
                 yield from ((f"{held.name}.{key}", each) for key, each in attributes.items())
 

@@ -107,7 +107,7 @@ _RETURNS = {"POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "CAC
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class UnfinishedBatch:
     """What a rank has not run at the end of a batch whose step is committed."""
 
     checkpoints: Sequence[Checkpoint] = ()
@@ -116,7 +116,7 @@ class LeftOut:
     """Why this rank's state is incomplete; empty if it is complete."""
 
 
-def finish_batch_end(trainer: Trainer, error: PeerLost) -> LeftOut:
+def finish_batch_end(trainer: Trainer, error: PeerLost) -> UnfinishedBatch:
     """Run the hooks that a fault has left out at the end of a batch whose step is committed.
 
     [Note: the hooks of a committed step] The loops are re-entered at the next step, where `on_train_batch_end` is not
@@ -134,13 +134,13 @@ def finish_batch_end(trainer: Trainer, error: PeerLost) -> LeftOut:
     if found is None and any(
         each.tb_frame.f_code.co_name == _STEPS_SCHEDULERS for each in _frames(error.__traceback__)
     ):
-        return LeftOut(
+        return UnfinishedBatch(
             trainer.checkpoint_callbacks,
             "a learning rate scheduler was interrupted in a collective after its step was committed; communicate in "
             "training_step instead",
         )
     if found is None:
-        return LeftOut()
+        return UnfinishedBatch()
     trace, values = found
     module = trainer.lightning_module
     interrupted = values.get("callback", module)
@@ -148,13 +148,13 @@ def finish_batch_end(trainer: Trainer, error: PeerLost) -> LeftOut:
     place = next((index for index, each in enumerate(callbacks) if each is interrupted), len(callbacks))
     checkpoints = [each for each in callbacks[place:] if isinstance(each, Checkpoint)]
     if not _can_leave_out(interrupted, trace):
-        return LeftOut(
+        return UnfinishedBatch(
             checkpoints,
             f"{type(interrupted).__name__}.{_BATCH_END} was interrupted in a collective. That hook is not called again "
             "after its step is committed; communicate in training_step instead",
         )
     if interrupted is module:
-        return LeftOut()
+        return UnfinishedBatch()
     later_ones = [each for each in callbacks[place + 1 :] if not isinstance(each, Checkpoint)]
     left_out: list[tuple[Any, tuple[Any, ...]]] = [*((each, (trainer, module)) for each in later_ones), (module, ())]
     former, module._current_fx_name = module._current_fx_name, _BATCH_END
@@ -165,10 +165,12 @@ def finish_batch_end(trainer: Trainer, error: PeerLost) -> LeftOut:
             except PeerLost as later:
                 if later.__traceback__ is None or not _can_leave_out(owner, later.__traceback__):
                     name = f"{type(owner).__name__}.{_BATCH_END}"
-                    return LeftOut(checkpoints, f"{name} communicates, and peers were lost before it was called")
+                    return UnfinishedBatch(
+                        checkpoints, f"{name} communicates, and peers were lost before it was called"
+                    )
     finally:
         module._current_fx_name = former
-    return LeftOut(checkpoints)
+    return UnfinishedBatch(checkpoints)
 
 
 def _can_leave_out(owner: Any, trace: TracebackType) -> bool:

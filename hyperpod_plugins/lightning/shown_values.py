@@ -34,7 +34,7 @@ _LIMIT_BYTES = 2**10
 Tables = dict[str, dict[str, Any]]
 
 
-class Cached(NamedTuple):
+class CachedValue(NamedTuple):
     """A value that was logged in a step, and where it is shown."""
 
     value: torch.Tensor
@@ -67,7 +67,7 @@ def put_tables(trainer: Trainer, tables: Tables) -> None:
         table.update(tables[name])
 
 
-def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
+def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, CachedValue]:
     """Cached values of results, by key.
 
     Args:
@@ -75,13 +75,13 @@ def cached_in(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
     """
     found = ((key, each["meta"], each["_forward_cache"]) for key, each in results.items() if not each["has_reset"])
     return {
-        key: Cached(value.detach(), meta.name, meta.forked_name(on_step=True), meta.logger, meta.prog_bar)
+        key: CachedValue(value.detach(), meta.name, meta.forked_name(on_step=True), meta.logger, meta.prog_bar)
         for key, meta, value in found
         if meta.on_step and isinstance(value, torch.Tensor)
     }
 
 
-def shown(tables: Tables, cached: Mapping[str, Cached]) -> Tables:
+def shown(tables: Tables, cached: Mapping[str, CachedValue]) -> Tables:
     """The tables with cached values copied into them, as Lightning does when they are read."""
     found = {name: dict(table) for name, table in tables.items()}
     for each in cached.values():
@@ -103,7 +103,7 @@ class ShownValues:
         self._trainer = trainer
         self._results: Any = trainer.fit_loop.epoch_loop._results
         self._batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-        self._given: dict[str, Cached] = {}
+        self._given: dict[str, CachedValue] = {}
         """Values cached by the lost process, or by this process before it re-entered the loops."""
         self._tensors: list[torch.Tensor] = []
         """Cached values when the state was last written."""
@@ -217,13 +217,13 @@ class ShownValues:
     def _attributes(self) -> dict[str, dict[str, Any]]:
         return {key: vars(each) for key, each in self._results.items()}
 
-    def _without_logged(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Cached]:
+    def _without_logged(self, results: Mapping[str, Mapping[str, Any]]) -> dict[str, CachedValue]:
         """The given values, except for those that have been logged again."""
         if not self._given:
             return {}
         return {key: each for key, each in self._given.items() if not _is_cached(results.get(key))}
 
-    def _show_given(self, cached: dict[str, Cached]) -> None:
+    def _show_given(self, cached: dict[str, CachedValue]) -> None:
         """Make the results also show these values, until they are logged again or the results are reset."""
         self.drop_given()
         if not cached:
@@ -248,7 +248,7 @@ class ShownValues:
         override(results, "reset", reset)
 
     def _present(self) -> list[tuple[str, Any, torch.Tensor]]:
-        """Cached values, each with its key and its Lightning metadata, or a `Cached` if it was given."""
+        """Cached values, each with its key and its Lightning metadata, or a `CachedValue` if it was given."""
         found: list[tuple[str, Any, torch.Tensor]] = []
         for key, result in self._results.items():
             attributes = vars(result)
@@ -265,10 +265,10 @@ class ShownValues:
         self._covered = [set(), set(), set()]
         forms: list[list[Any]] = []
         for key, known, value in found:
-            is_given = isinstance(known, Cached)
+            is_given = isinstance(known, CachedValue)
             forked = known.forked_name if is_given else known.forked_name(on_step=True)
             flags = known[3:] if is_given else (known.logger, known.prog_bar)
-            for index, name, _ in Cached(torch.zeros(()), known.name, forked, *flags).places():
+            for index, name, _ in CachedValue(torch.zeros(()), known.name, forked, *flags).places():
                 self._covered[index].add(name)
             forms.append([key, *_form(value), known.name, forked, *flags])
         return json.dumps(forms)
@@ -298,7 +298,7 @@ class ShownValues:
         present = vars(self._trainer._logger_connector)
         return [present[name] for name in TABLES]
 
-    def _unpacked(self, state: Mapping[str, Any]) -> tuple[Tables, dict[str, Cached]]:
+    def _unpacked(self, state: Mapping[str, Any]) -> tuple[Tables, dict[str, CachedValue]]:
         """Unpack a state: what the tables show when the batch has ended, and the cached values.
 
         Raises:
@@ -372,7 +372,7 @@ def _part(table: str, key: str) -> str:
     return f"{table} {key}"
 
 
-def _checked(key: Any, values: Any) -> Cached:
+def _checked(key: Any, values: Any) -> CachedValue:
     """Validate a cached value written by another process.
 
     Raises:
@@ -381,7 +381,7 @@ def _checked(key: Any, values: Any) -> Cached:
     match values:
         case [torch.Tensor() as value, str(name), str(forked), bool(is_logged), bool(in_bar)] if isinstance(key, str):
             if not in_bar or value.numel() == 1:
-                return Cached(value, name, forked, is_logged, in_bar)
+                return CachedValue(value, name, forked, is_logged, in_bar)
         case _:
             pass
     raise CheckpointMismatch(f"what a rank has cached of {key!r} is not a logged value")

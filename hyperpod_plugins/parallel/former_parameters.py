@@ -306,12 +306,12 @@ class _Search:
                 if followed is not None and holder is None:
                     self.fixed.append(place)
                 elif followed is not None:
-                    followed.refer(Reference(holder, key, value))
+                    followed.refer(KeptReference(holder, key, value))
             elif type(value) not in _PLAIN and id(value) not in self._tree:
                 self._pending.append((place, value))
 
 
-class Reference:
+class KeptReference:
     """One place in which a program keeps a parameter."""
 
     __slots__ = ("_holder", "_key", "_last")

@@ -4,7 +4,7 @@ from hyperpod_plugins.recovery.config import RecoveryOptions
 from hyperpod_plugins.recovery.member import Member, NullMember
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival, RecoveryLevel, RecoveryPlan, buddies, plan_recovery
 from hyperpod_plugins.recovery.protocols import SAVING_GROUP, Repair, RetryPolicy, ReturnedToSnapshot, TrainingLoop
-from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop
+from hyperpod_plugins.recovery.quorum import FormedGeneration, MustReenterLoop
 from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 from hyperpod_plugins.recovery.rng import seed_micro_step, stream_seed
 from hyperpod_plugins.recovery.snapshot import Snapshot, SnapshotPolicy, Snapshots
@@ -14,7 +14,7 @@ from hyperpod_plugins.recovery.watchdog import HangPolicy
 
 __all__ = [
     "Arrival",
-    "Generation",
+    "FormedGeneration",
     "HangPolicy",
     "Member",
     "MustReenterLoop",

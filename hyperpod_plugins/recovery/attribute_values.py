@@ -100,7 +100,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard:
+class LocalShard:
     """This rank's part of a DTensor, which is put into the one that the process has made itself."""
 
     local: torch.Tensor
@@ -465,10 +465,10 @@ def decoded(form: Any, object_of: Callable[[str, str], Any]) -> Any:
             return form
 
 
-def _laid_out_like(parameter: object, local: torch.Tensor) -> DTensor | Shard:
+def _laid_out_like(parameter: object, local: torch.Tensor) -> DTensor | LocalShard:
     """This rank's part of a DTensor that another process has laid out as it has this parameter."""
     if not isinstance(parameter, DTensor) or parameter.to_local().shape != local.shape:
-        return Shard(local)
+        return LocalShard(local)
     spec: Any = parameter._spec
     local = local.to(parameter.to_local().device)
     return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
@@ -487,7 +487,7 @@ def filled(present: Any, value: Any, is_elsewhere: Callable[[object], bool]) -> 
     kind = type(present)
     if is_elsewhere(present) or is_elsewhere(value):
         return value
-    if kind in ARRAYS or isinstance(value, Shard):
+    if kind in ARRAYS or isinstance(value, LocalShard):
         return _filled_array(present, value)
     if kind is not type(value) or kind not in _MUTABLE or (kind is deque and present.maxlen != value.maxlen):
         return value
@@ -503,7 +503,7 @@ def filled(present: Any, value: Any, is_elsewhere: Callable[[object], bool]) -> 
 
 def _filled_array(present: Any, value: Any) -> Any:
     """Like `filled`, for a tensor or array."""
-    if isinstance(value, Shard):
+    if isinstance(value, LocalShard):
         if type(present) is DTensor and _have_same_form(present, value.local):
             _write(present, value.local)
             return present

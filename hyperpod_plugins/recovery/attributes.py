@@ -62,10 +62,10 @@ from hyperpod_plugins.recovery.held_objects import (
     INTERNAL,
     MAX_OBJECTS,
     STATE,
-    Held,
+    FollowedObject,
+    FollowMode,
     Slots,
     StateCopies,
-    Way,
     can_be_made,
     find_held,
     holds_any,
@@ -118,7 +118,7 @@ _Place = tuple[str, _Table, str]
 class KeptAttributes:
     """Attributes at one moment; see `PlainAttributes.keep`."""
 
-    held: dict[str, Held]
+    held: dict[str, FollowedObject]
     """The objects that were followed."""
     places: list[_Place]
     values: list[Any]
@@ -161,23 +161,23 @@ class PlainAttributes:
         self._ignored = INTERNAL | frozenset(ignored)
         self._owners = dict(owners)
         self._roots = [
-            Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=self._ignored)
+            FollowedObject(name, each, FollowMode.ATTRIBUTES, (vars(each),), ignored=self._ignored)
             for name, each in self._owners.items()
         ]
         self.settings = settings
         if settings is not None:
-            self._roots.append(Held("setting", settings, Way.ATTRIBUTES, (settings,)))
+            self._roots.append(FollowedObject("setting", settings, FollowMode.ATTRIBUTES, (settings,)))
         self._packages = packages_of(self._owners.values())
         self._model = model
         self._left_out = {id(each): each for each in left_out}
-        self._in_model, self._held = dict[int, nn.Module](), dict[str, Held]()
-        self._states: list[Held] = []
+        self._in_model, self._held = dict[int, nn.Module](), dict[str, FollowedObject]()
+        self._states: list[FollowedObject] = []
         self._state_copies = StateCopies()
         self._by_state: set[str] = set()
         """Names of the program's objects whose `state_dict` stands for attributes that cannot be sent."""
         self._tables, self._places, self._reads = list[_Table](), list[_Place](), list[Callable[[], Any]]()
         self._num_found = (-1, 0)
-        self._first_held, self._first = dict[str, Held](), dict[tuple[str, str], Any]()
+        self._first_held, self._first = dict[str, FollowedObject](), dict[tuple[str, str], Any]()
         """The first value of each place, by the names of owner and attribute."""
         self._first_contents: dict[tuple[str, str], Contents] = {}
         self._first_copies: dict[tuple[str, str], Contents] = {}
@@ -233,7 +233,7 @@ class PlainAttributes:
         return found.keys() == self._owners.keys() and all(each is self._owners[name] for name, each in found.items())
 
     @property
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, FollowedObject]:
         """The objects that are restored and sent, by name: another dictionary once others are found."""
         return self._held
 
@@ -255,7 +255,7 @@ class PlainAttributes:
         values, contents = self._present()
         states = {each.name: self._state_copies.state_of(each) for each in self._states}
         for name in self._by_state & self._held.keys() if self._by_state else ():
-            states[name] = self._state_copies.state_of(Held(name, self._held[name].value, Way.STATE))
+            states[name] = self._state_copies.state_of(FollowedObject(name, self._held[name].value, FollowMode.STATE))
         modules = None if self.settings is None else self.settings.kept
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states, modules)
 
@@ -265,7 +265,10 @@ class PlainAttributes:
             self.settings.put_back(kept.modules)
         for name, state in kept.states.items():
             held = kept.held[name]
-            set_state(held if held.way is not Way.ATTRIBUTES else Held(name, held.value, Way.STATE), state)
+            set_state(
+                held if held.mode is not FollowMode.ATTRIBUTES else FollowedObject(name, held.value, FollowMode.STATE),
+                state,
+            )
         known = {(id(table), key) for _, table, key in kept.places}
         for _, table, key in [*self._keys_of(kept.held.values())]:
             if (id(table), key) not in known:
@@ -341,7 +344,7 @@ class PlainAttributes:
         parameters = {name: each for each, name in self._parameters.values()}
         loading = _Loading(self._held, self._first_held, state_dict, self._packages, parameters)
         given: list[tuple[_Table, str, Any]] = []
-        absent: list[tuple[Held, _Table, str, bool]] = []
+        absent: list[tuple[FollowedObject, _Table, str, bool]] = []
         for name, held in loading.owners().items():
             values: dict[str, Any] = state_dict.get(name, {})
             self._note_whole(name, is_whole=_WHOLE in values)
@@ -407,7 +410,7 @@ class PlainAttributes:
         return {
             _named(owner, key): (self._held[owner].value, key)
             for owner, _, key in self._places
-            if self._held[owner].way is Way.ATTRIBUTES
+            if self._held[owner].mode is FollowMode.ATTRIBUTES
         }
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -483,7 +486,7 @@ class PlainAttributes:
         self._held = held
         first_names = {id(each.value): name for name, each in self._first_held.items()}
         self._renamed = {id(each.value) for name, each in held.items() if first_names.get(id(each.value), name) != name}
-        self._states = [each for each in held.values() if each.way in (Way.GENERATOR, Way.STATE)]
+        self._states = [each for each in held.values() if each.mode in (FollowMode.GENERATOR, FollowMode.STATE)]
         self._tables = [table for each in held.values() for table in each.tables if not is_full(table)]
         self._places = [(name, table, key) for name, table, key in self._keys_of(held.values())]
         known = {(name, key) for name, _, key in self._places}
@@ -511,7 +514,7 @@ class PlainAttributes:
     def _num_present(self, values: list[Any]) -> tuple[int, int]:
         return sum(map(len, self._tables)), sum(map(is_, values, repeat(ABSENT)))
 
-    def _keys_of(self, owners: Iterable[Held]) -> Iterable[_Place]:
+    def _keys_of(self, owners: Iterable[FollowedObject]) -> Iterable[_Place]:
         """The places of all attributes that some objects have now."""
         for each in owners:
             for index, table in enumerate(each.tables):
@@ -647,7 +650,7 @@ class PlainAttributes:
 
     # -- values for another process -----------------------------------------------------------------------------
 
-    def _state_form(self, held: Held) -> Any:
+    def _state_form(self, held: FollowedObject) -> Any:
         return self._state_copies.form_of(
             held, lambda state: encoded(state, {}) if num_entries(state) <= MAX_ENTRIES else _unreadable(state)
         )
@@ -665,7 +668,7 @@ class PlainAttributes:
             bad = _unsendable(each, names)
             if bad and name not in self._owners and _has_state(held.value):
                 self._by_state.add(name)
-                states[name] = self._state_form(Held(name, held.value, Way.STATE))
+                states[name] = self._state_form(FollowedObject(name, held.value, FollowMode.STATE))
                 for key in bad:
                     del each[key]
         return states
@@ -682,7 +685,7 @@ class PlainAttributes:
                 values[key] = OWN
         return values
 
-    def _may_set(self, held: Held, key: Any) -> bool:
+    def _may_set(self, held: FollowedObject, key: Any) -> bool:
         """Whether an attribute may be set: not one of a library, a method or property, or one of a module's tables."""
         if not isinstance(key, str) or key.startswith(_OF_TORCH):
             return False
@@ -697,7 +700,7 @@ class PlainAttributes:
             return False
         return key in table or all(_may_hide(base, key) for base in type(held.value).__mro__)
 
-    def _put_back(self, held: Held, table: _Table, key: str, value: Any, contents: Contents | None) -> None:
+    def _put_back(self, held: FollowedObject, table: _Table, key: str, value: Any, contents: Contents | None) -> None:
         if value is ABSENT:
             table.pop(key, None)
         elif self._may_set(held, key):
@@ -705,7 +708,7 @@ class PlainAttributes:
             if contents is not None and not is_same(contents):
                 restore_contents(contents)
 
-    def _reset(self, held: Held, table: _Table, key: str, is_whole: bool) -> None:
+    def _reset(self, held: FollowedObject, table: _Table, key: str, is_whole: bool) -> None:
         """Give an attribute its first value again; of an object that is given as a whole, remove it."""
         first = ABSENT if is_whole else self._first.get((held.name, key), ABSENT)
         contents = self._first_copies.get((held.name, key), self._first_contents.get((held.name, key)))
@@ -722,12 +725,12 @@ class PlainAttributes:
         if is_known:
             self._put_back(held, table, key, first, contents)
 
-    def _load_state(self, held: Held, values: dict[str, Any], leave: Collection[str]) -> None:
+    def _load_state(self, held: FollowedObject, values: dict[str, Any], leave: Collection[str]) -> None:
         """Load the state of a generator, or of an object with a `state_dict`; the first one if there is none."""
         form = values.get(STATE, self._first_states.get(held.name))
         if form is not None and not _is_unreadable(form) and _named(held.name, STATE) not in leave:
-            way = Way.STATE if held.way is Way.ATTRIBUTES else held.way
-            set_state(Held(held.name, held.value, way), decoded(form, _no_object))
+            mode = FollowMode.STATE if held.mode is FollowMode.ATTRIBUTES else held.mode
+            set_state(FollowedObject(held.name, held.value, mode), decoded(form, _no_object))
 
     def _warn_of(self, changed: Mapping[str, dict[str, Any]], bad: Mapping[str, list[str]]) -> None:
         """Note the attributes that another process cannot be given, and name them once."""
@@ -761,19 +764,19 @@ class _Loading:
 
     def __init__(
         self,
-        present: Mapping[str, Held],
-        first: Mapping[str, Held],
+        present: Mapping[str, FollowedObject],
+        first: Mapping[str, FollowedObject],
         state_dict: Mapping[str, Any],
         packages: frozenset[str],
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
         self._present, self._first, self._state_dict, self._packages = present, first, state_dict, packages
         self._parameters = parameters
-        self._made: dict[str, Held] = {}
+        self._made: dict[str, FollowedObject] = {}
 
-    def owners(self) -> dict[str, Held]:
+    def owners(self) -> dict[str, FollowedObject]:
         """Each object whose attributes are loaded or reset; makes those that are missing here."""
-        found: dict[str, Held] = {}
+        found: dict[str, FollowedObject] = {}
         for name in [*self._first, *(name for name in self._state_dict if name not in self._first)]:
             values = self._state_dict.get(name, {})
             if not isinstance(values, dict):
@@ -784,7 +787,7 @@ class _Loading:
                 found[name] = held
         return found
 
-    def all(self) -> dict[str, Held]:
+    def all(self) -> dict[str, FollowedObject]:
         """All objects that may stand for a name."""
         return {**self._present, **self._first, **self._made}
 
@@ -803,7 +806,7 @@ class _Loading:
             raise CheckpointMismatch(f"the state of one rank has an object {name!r} of {cls}, which is not here")
         return held.value
 
-    def _of_class(self, name: str, cls: str) -> Held | None:
+    def _of_class(self, name: str, cls: str) -> FollowedObject | None:
         for known in (self._first, self._made, self._present):
             held = known.get(name)
             if held is not None and _name_of(type(held.value)) == cls:
@@ -846,7 +849,7 @@ def _entries_of(contents: Contents) -> list[Any]:
     return [each for _, each in entries] if isinstance(contents.value, dict) else entries
 
 
-def _table_with(held: Held, key: str) -> _Table:
+def _table_with(held: FollowedObject, key: str) -> _Table:
     """The table of an object in which an attribute is, or will be."""
     return next((table for table in held.tables[1:] if key in table), held.tables[0])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import RetryPolicy
@@ -99,9 +99,9 @@ class RecoveryOptions:
             )
 
     @property
-    def membership(self) -> MembershipPolicy:
+    def membership(self) -> QuorumPolicy:
         """How long to wait for replacements."""
-        return MembershipPolicy(replacement_timeout_s=self.replacement_timeout_s)
+        return QuorumPolicy(replacement_timeout_s=self.replacement_timeout_s)
 
     @property
     def hangs(self) -> HangPolicy:

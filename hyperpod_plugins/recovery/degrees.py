@@ -5,7 +5,13 @@ from itertools import product
 from typing import Protocol
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, choose, sort_layouts
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
+    ElasticSpec,
+    ReplicaLayout,
+    choose,
+    sort_layouts,
+)
 from hyperpod_plugins.elastic.membership.reshard import exit_surplus
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.scaling.batch import StepBatch
@@ -52,7 +58,7 @@ def as_degrees(
     return tuple(shard_degrees), tuple(tensor_degrees)
 
 
-def layouts_of(options: DegreeOptions, config: ParallelConfig, ranks_per_node: int) -> tuple[Layout, ...]:
+def layouts_of(options: DegreeOptions, config: ParallelConfig, ranks_per_node: int) -> tuple[ReplicaLayout, ...]:
     """All layouts that a start of the job may use, in the order in which they are tried.
 
     Empty if neither list of degrees is given, so that the configuration's degrees are the only ones.
@@ -70,18 +76,20 @@ def layouts_of(options: DegreeOptions, config: ParallelConfig, ranks_per_node: i
             "tensor_degrees needs to know the shard degrees that go with them: give shard_degrees too, or the "
             "hybrid_shard_degree of the configuration."
         )
-    layouts: list[Layout] = []
+    layouts: list[ReplicaLayout] = []
     for shard, tensor in product(shards, {*options.tensor_degrees, own[1]}):
         replica = ParallelConfig.of(config, hybrid_shard_degree=shard, tensor_parallel_degree=tensor)
         policy, batch = options.resolve(replica.topology(shard * tensor, ranks_per_node=ranks_per_node))
-        layouts.append(Layout(shard_degree=shard, tensor_degree=tensor, sizes=batch.feasible_sizes(policy, shard)))
+        layouts.append(
+            ReplicaLayout(shard_degree=shard, tensor_degree=tensor, sizes=batch.feasible_sizes(policy, shard))
+        )
     job = JobEnv.from_environ()
     asked = (0, 0) if job is None else (job.shard_degree, job.tensor_degree)
     return sort_layouts(layouts, wanted=[asked, own])
 
 
 def with_degrees(
-    config: ParallelConfig, known: ElasticSpec | None, layouts: Sequence[Layout], world_size: int
+    config: ParallelConfig, known: ElasticSpec | None, layouts: Sequence[ReplicaLayout], world_size: int
 ) -> ParallelConfig:
     """The configuration with the degrees that the job has, or starts with.
 

@@ -32,9 +32,9 @@ from hyperpod_plugins.elastic.membership.admission import find_world
 from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import exit_with_agent
-from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture, EarlyDepartures
 from hyperpod_plugins.elastic.store.entry_records import ended_entries, ended_entry
 from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until
+from hyperpod_plugins.elastic.store.loop_exits import LoopExit, LoopExits
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
 from hyperpod_plugins.errors import StateLost
@@ -147,7 +147,7 @@ class RecoveryEngine:
         self.begins_at = NO_STATE
         """Committed steps at the beginning of the entry; NO_STATE until they are known."""
         self._entry, self._training_index, self._may_record = 0, 0, False
-        self._departures = EarlyDepartures(member.job_store, 0)
+        self._loop_exits = LoopExits(member.job_store, 0)
 
     def begin_entry(self, entry: int, *, training_index: int, is_complete: bool) -> None:
         """Begin an entry, without snapshots of an earlier one.
@@ -159,7 +159,7 @@ class RecoveryEngine:
                 entry, and checkpoints of this one are of no use to it.
         """
         self._entry, self._training_index, self._may_record = entry, training_index, is_complete
-        self._departures = EarlyDepartures(self.member.job_store, entry)
+        self._loop_exits = LoopExits(self.member.job_store, entry)
         self.saved, self.snapshots, self.begins_at = None, None, NO_STATE
         self._record_checkpoints()
 
@@ -355,12 +355,12 @@ class RecoveryEngine:
         """Whether another rank has left the entry early, and does not come back.
 
         One that has left by an exception that its loop knows of is about to end, or notices this fault in
-        `await_departures`; a rank that has state can wait for its replacement.
+        `await_loop_exits`; a rank that has state can wait for its replacement.
         """
         has_state = self.member.committed != NO_STATE
 
         def departed() -> bool:
-            return any(not (left.error and has_state) for left in self._departures.present().values())
+            return any(not (left.error and has_state) for left in self._loop_exits.present().values())
 
         return poll_until(departed, lambda is_any: not is_any, limit_s=_ENDING_S, every_s=self._poll_s)
 
@@ -372,12 +372,12 @@ class RecoveryEngine:
 
         Args:
             committed: steps that it has committed.
-            num_bodies: see `EarlyDeparture`.
+            num_bodies: see `LoopExit`.
             error: first line of the exception that it was left by, with its class; empty if none is known.
             leaves: whether this process no longer takes part in recovery.
         """
         member = self.member
-        EarlyDeparture(
+        LoopExit(
             worker_id=member.worker_id,
             incarnation=member.job.incarnation,
             entry=self._entry,
@@ -396,12 +396,12 @@ class RecoveryEngine:
         member = self.member
         if member.job_store.try_get(self._left_key) is not None:
             return True  # a rank has left after the last step, which all have committed
-        return self._departures.have_all_left(member.generation, member.world.worker_ids)
+        return self._loop_exits.have_all_left(member.generation, member.world.worker_ids)
 
     def _poll_s(self, waited_s: float) -> float:
         return poll_interval_s(self.member.rank, self.member.world.size, waited_s)
 
-    def await_departures(self) -> FailureRecord | None:
+    def await_loop_exits(self) -> FailureRecord | None:
         """After `leave_early`, wait until all ranks have left the entry, for at most `HangPolicy.outside_s`.
 
         Returns:
@@ -425,7 +425,7 @@ class RecoveryEngine:
     def _is_awaited(self) -> bool:
         """Whether all ranks that have not left the entry have been in a collective for a long time."""
         member = self.member
-        others = set(member.world.worker_ids) - self._departures.present().keys()
+        others = set(member.world.worker_ids) - self._loop_exits.present().keys()
         heard = [Heartbeat.from_dict(each) for each in member.job_store.heartbeats(sorted(others)).values()]
         return len(heard) == len(others) and all(each.waited_s > member.hangs.floor_s for each in heard)
 

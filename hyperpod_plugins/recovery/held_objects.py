@@ -67,7 +67,7 @@ INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 """Attributes that torch gives to each module."""
 
 
-class Way(enum.Enum):
+class FollowMode(enum.Enum):
     """How an object is followed."""
 
     ATTRIBUTES = enum.auto()
@@ -77,13 +77,13 @@ class Way(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class FollowedObject:
     """An object that is followed."""
 
     name: str
     """The attributes through which it was found first."""
     value: Any
-    way: Way
+    mode: FollowMode
     tables: tuple[MutableMapping[str, Any], ...] = ()
     """Attributes, parameters or buffers by name; empty for a generator and an object with a state."""
     allowed: frozenset[str] | None = None
@@ -163,26 +163,26 @@ def _read_slot(owner: object, key: str, default: object) -> Any:
         return default
 
 
-def way_of(value: object, packages: frozenset[str]) -> Way | None:
+def follow_mode_of(value: object, packages: frozenset[str]) -> FollowMode | None:
     """How an object is followed; None if it is not."""
-    return None if type(value) in SCALARS or is_data(value) else _way_of(type(value), packages)
+    return None if type(value) in SCALARS or is_data(value) else _follow_mode_of(type(value), packages)
 
 
 @lru_cache(maxsize=4096)
-def _way_of(cls: type, packages: frozenset[str]) -> Way | None:
+def _follow_mode_of(cls: type, packages: frozenset[str]) -> FollowMode | None:
     if issubclass(cls, _GENERATORS):
-        return None if issubclass(cls, random.SystemRandom) else Way.GENERATOR  # it has no state
+        return None if issubclass(cls, random.SystemRandom) else FollowMode.GENERATOR  # it has no state
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if issubclass(cls, _ELSEWHERE) or (roots & _ROOTS_ELSEWHERE and not issubclass(cls, nn.Module)):
         return None
     if issubclass(cls, nn.Module):
-        return Way.MODULE
+        return FollowMode.MODULE
     has_state = all(callable(getattr(cls, name, None)) for name in ("state_dict", "load_state_dict"))
     if has_state and any(_defines_state(base) and not _is_own(base, packages) for base in cls.__mro__):
-        return Way.STATE
+        return FollowMode.STATE
     if issubclass(cls, _NAMESPACES) or (_is_own(cls, packages) and not issubclass(cls, torch.Tensor | np.ndarray)):
         is_open = cls.__dictoffset__ != 0 or any("__slots__" in vars(base) for base in cls.__mro__[:-1])
-        return Way.ATTRIBUTES if is_open else None
+        return FollowMode.ATTRIBUTES if is_open else None
     return None
 
 
@@ -220,39 +220,39 @@ def can_be_made(value: object, packages: frozenset[str]) -> bool:
 def _can_be_made(cls: type, packages: frozenset[str]) -> bool:
     """Whether objects of a class can be made without running any of its code."""
     is_plain = "<locals>" not in cls.__qualname__ and getattr(cls, "__del__", None) is None
-    return is_plain and _way_of(cls, packages) is Way.ATTRIBUTES and cls.__new__ is object.__new__
+    return is_plain and _follow_mode_of(cls, packages) is FollowMode.ATTRIBUTES and cls.__new__ is object.__new__
 
 
-def make(name: str, cls: type, packages: frozenset[str]) -> Held | None:
+def make(name: str, cls: type, packages: frozenset[str]) -> FollowedObject | None:
     """Make an object of a class that another process has named; None if that may run code of the program."""
     if cls is torch.Generator:
-        return _held(name, torch.Generator(), Way.GENERATOR)
-    return _held(name, object.__new__(cls), Way.ATTRIBUTES) if _can_be_made(cls, packages) else None
+        return _held(name, torch.Generator(), FollowMode.GENERATOR)
+    return _held(name, object.__new__(cls), FollowMode.ATTRIBUTES) if _can_be_made(cls, packages) else None
 
 
-def _held(name: str, value: Any, way: Way) -> Held:
-    match way:
-        case Way.ATTRIBUTES:
+def _held(name: str, value: Any, mode: FollowMode) -> FollowedObject:
+    match mode:
+        case FollowMode.ATTRIBUTES:
             slots = Slots(value)
             tables = (
                 *([vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []),
                 *([slots] if slots.names else []),
             )
-            return Held(name, value, way, tables)
-        case Way.MODULE:
+            return FollowedObject(name, value, mode, tables)
+        case FollowMode.MODULE:
             own = vars(value)
             kept = {"training", *own.get("_defaults", ()), *({"_computed", "_update_count"} & own.keys())}
             is_known = is_library(type(value).__module__) or "_update_count" in own
             allowed = frozenset(kept) if is_known else None
             tables = own, value._parameters, value._buffers
-            return Held(name, value, way, tables, allowed, frozenset(INTERNAL - {"training"}))
+            return FollowedObject(name, value, mode, tables, allowed, frozenset(INTERNAL - {"training"}))
         case _:
-            return Held(name, value, way)
+            return FollowedObject(name, value, mode)
 
 
 def find_held(
-    roots: Iterable[Held], *, packages: frozenset[str], is_left_out: Callable[[object], bool]
-) -> tuple[dict[str, Held], bool]:
+    roots: Iterable[FollowedObject], *, packages: frozenset[str], is_left_out: Callable[[object], bool]
+) -> tuple[dict[str, FollowedObject], bool]:
     """Follow the attributes of some objects.
 
     Args:
@@ -267,21 +267,21 @@ def find_held(
     queue, known = [*found.values()], {id(each.value) for each in found.values()}
     for owner in queue:
         for name, value in objects_of(owner):
-            way = None if id(value) in known or len(found) > MAX_OBJECTS else way_of(value, packages)
-            if way is None or is_left_out(value):
+            mode = None if id(value) in known or len(found) > MAX_OBJECTS else follow_mode_of(value, packages)
+            if mode is None or is_left_out(value):
                 continue
             known.add(id(value))
-            found[name] = _held(name, value, way)
+            found[name] = _held(name, value, mode)
             queue.append(found[name])
     return found, len(found) > MAX_OBJECTS
 
 
-def objects_of(owner: Held) -> Iterator[tuple[str, Any]]:
+def objects_of(owner: FollowedObject) -> Iterator[tuple[str, Any]]:
     """Path and value of each object in the attributes of another, in an order that is the same in all processes."""
     for index, table in enumerate(owner.tables):
         for key in sorted(key for key in [*table] if index or owner.owns(key)):
             yield from _objects_in(f"{owner.name}.{key}", table.get(key), 0)
-    if owner.way is Way.MODULE and isinstance(owner.value, nn.Module):
+    if owner.mode is FollowMode.MODULE and isinstance(owner.value, nn.Module):
         for key, part in owner.value._modules.items():
             yield f"{owner.name}.{key}", part
 
@@ -322,10 +322,10 @@ def holds_any(value: Any, names: Collection[int], depth: int = 0) -> bool:
     return any(holds_any(each, names, depth + 1) for each in [*entries])
 
 
-def state_of(held: Held) -> Any:
+def state_of(held: FollowedObject) -> Any:
     """A copy of the state of a generator, or of an object with a `state_dict`, in plain containers."""
     value = held.value
-    if held.way is Way.STATE:
+    if held.mode is FollowMode.STATE:
         return tree_map(copied_leaf, value.state_dict())
     if isinstance(value, torch.Generator):
         return value.get_state()
@@ -379,9 +379,9 @@ class StateCopies:
         """Begin without copies."""
         self._last: dict[str, _CopiedState] = {}
 
-    def state_of(self, held: Held) -> Any:
+    def state_of(self, held: FollowedObject) -> Any:
         """Like the function of this name; the same object as the last time if nothing has changed."""
-        if held.way is not Way.STATE:
+        if held.mode is not FollowMode.STATE:
             return state_of(held)
         last = self._copy_of(held)
         given, tensors = held.value.state_dict(), dict[tuple[Any, ...], _CopiedTensor]()
@@ -414,17 +414,17 @@ class StateCopies:
         last.tensors = {} if last.is_hidden else tensors
         return last.state
 
-    def form_of(self, held: Held, encode: Callable[[Any], Any]) -> Any:
+    def form_of(self, held: FollowedObject, encode: Callable[[Any], Any]) -> Any:
         """What `encode` makes of an object's state; the same object as the last time if the state has not changed."""
         state = self.state_of(held)
-        if held.way is not Way.STATE:
+        if held.mode is not FollowMode.STATE:
             return encode(state)
         last = self._copy_of(held)
         if last.form[0] is not state:
             last.form = state, encode(state)
         return last.form[1]
 
-    def _copy_of(self, held: Held) -> _CopiedState:
+    def _copy_of(self, held: FollowedObject) -> _CopiedState:
         found = self._last.get(held.name)
         if found is None or found.value is not held.value:
             found = self._last[held.name] = _CopiedState(held.value)
@@ -449,7 +449,7 @@ def _with_usual_integers(state: Any) -> Any:
     return state.astype(np.int64) if isinstance(state, np.ndarray) and state.dtype == np.uint32 else copied_leaf(state)
 
 
-def values_of(held: Held) -> dict[str, Any]:
+def values_of(held: FollowedObject) -> dict[str, Any]:
     """All that an object holds, by the names of its attributes; the state of a generator or an object with one."""
     if not held.tables:
         return {STATE: state_of(held)}
@@ -467,10 +467,10 @@ def forget_step(value: object) -> None:
         value._per_optimizer_states.clear()
 
 
-def set_state(held: Held, state: Any) -> None:
+def set_state(held: FollowedObject, state: Any) -> None:
     """Load what `state_of` returned, in this process or another one."""
     value = held.value
-    if held.way is Way.STATE:
+    if held.mode is FollowMode.STATE:
         forget_step(value)
         value.load_state_dict(on_devices_of(value.state_dict(), tree_map(copied_leaf, state)))
     elif isinstance(value, torch.Generator):

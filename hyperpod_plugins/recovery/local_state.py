@@ -71,7 +71,7 @@ EPOCH_SUFFIX = "of the epoch"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ReceivedState:
     """How a joiner got the state of its predecessor."""
 
     before: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -91,7 +91,7 @@ class LocalStates:
     """Whether a step is refused that changes what cannot be sent; if not, a warning names it."""
     begun: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """States as the body of the last committed step began, whose rest may run again; empty if they are not known."""
-    taken = Taken()
+    taken = ReceivedState()
     """How this rank, if it is a joiner, got its predecessor's state."""
 
     def __init__(
@@ -590,7 +590,7 @@ class LocalStates:
         loaded = self._given.keys() & names
         for name in loaded:
             self._states[name].load_state_dict(self._given[name])
-        self.taken = Taken(
+        self.taken = ReceivedState(
             before=self.taken.before | {name: self._given_before[name] for name in loaded & self._given_before.keys()},
             own_parts={name: parts for name, parts in self.taken.own_parts.items() if name not in loaded},
         )
@@ -631,7 +631,7 @@ class LocalStates:
     ) -> None:
         """Load the state of this rank's predecessor."""
         is_in_body, self.before = bool(self.before), {}  # of a new process, that says nothing of this rank
-        self.taken = Taken(own_parts={name: {*parts} for name, parts in leave.items()})
+        self.taken = ReceivedState(own_parts={name: {*parts} for name, parts in leave.items()})
         if not _is_whole(data):
             data = b""
         if not data and self._first is not None and step == self.begins_at:
@@ -640,7 +640,7 @@ class LocalStates:
             return
         if not data and step:
             self._load_given(self._given.keys(), is_in_body=is_in_body)
-            self.taken = Taken(before=self._given_before)
+            self.taken = ReceivedState(before=self._given_before)
             if self._grows:
                 return  # this rank had no process before
             lost = "was lost too" if self._buddy in targets else "does not have it"

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from hyperpod_plugins.comm import Reconfiguration, break_groups, group_health, release_broken
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
-from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS, GenerationBudget, MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS, GenerationBudget, QuorumPolicy
 from hyperpod_plugins.elastic.membership.reshard import poll_requests
 from hyperpod_plugins.elastic.process import exit_with_agent
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
@@ -31,7 +31,7 @@ from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import EventFile, listen
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.program_collectives import ProgramCollectives
-from hyperpod_plugins.recovery.quorum import Generation, PlanWatcher, QuorumJoiner, WorldChanged
+from hyperpod_plugins.recovery.quorum import FormedGeneration, PlanWatcher, QuorumJoiner, WorldChanged
 from hyperpod_plugins.recovery.restart_all import follow_final_save, restart_all
 from hyperpod_plugins.recovery.snapshot import Snapshots
 from hyperpod_plugins.recovery.stop_reports import ResumePoint, StopReports, Survivors, members_before
@@ -144,7 +144,7 @@ class Member:
         *,
         worker_id: int,
         world: WorldPlan,
-        policy: MembershipPolicy,
+        policy: QuorumPolicy,
         hangs: HangPolicy,
     ) -> None:
         self.job = job
@@ -328,7 +328,7 @@ class Member:
         """Connect some members of one group for a final save; all other groups stay without connections.
 
         Args:
-            number: Generation number of the new connections.
+            number: FormedGeneration number of the new connections.
             group: Name of the group's key.
             ranks: Members to connect.
 
@@ -347,7 +347,7 @@ class Member:
         """Ask the agents to restart all processes from the last checkpoint; see `restart_all.restart_all`."""
         restart_all(self.job_store, self.job, self.rank, lost, loses_steps=loses_steps)
 
-    def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> Generation:
+    def join_next(self, arrival: Arrival, stopped: Callable[[int], None]) -> FormedGeneration:
         """Wait for all members of the next generation, connect to them, and reconfigure the groups.
 
         If a member is lost meanwhile, all members try again with a higher generation number.
@@ -417,7 +417,7 @@ class Member:
         the first call for a generation counts.
 
         Args:
-            number: Generation to be formed.
+            number: FormedGeneration to be formed.
             in_step: Whether this process waits inside a step.
             trainer: Captured trainer state; empty if there is none.
             part: See `StopReport.part`.

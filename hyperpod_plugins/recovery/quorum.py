@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy, QuorumAction, QuorumView, next_action
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumAction, QuorumPolicy, QuorumView, next_action
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, poll_interval_s, scan_interval_s
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryError, RecoveryTimeout, StateLost
@@ -81,7 +81,7 @@ class PlanWatcher:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class FormedGeneration:
     """A generation and the arrivals of its members, by rank."""
 
     number: int
@@ -91,7 +91,7 @@ class Generation:
 class ReplacementTimeout(RecoveryTimeout):
     """Survivors agree that the missing ranks will not be replaced."""
 
-    def __init__(self, formed: Generation, cause: str, *, restarts_all: bool) -> None:
+    def __init__(self, formed: FormedGeneration, cause: str, *, restarts_all: bool) -> None:
         super().__init__(cause)
         self.formed = formed
         """The generation of the survivors only; its groups have no connections."""
@@ -128,7 +128,7 @@ class QuorumJoiner:
         watcher: PlanWatcher,
         *,
         worker_id: int,
-        policy: MembershipPolicy,
+        policy: QuorumPolicy,
         survivors: Survivors,
     ) -> None:
         """Use `job_store` and `survivors` only in the thread that calls `join`."""
@@ -141,7 +141,7 @@ class QuorumJoiner:
         self._granted_s = 0.0  # wait at least this long before giving up: some survivors were busy
         self._unaware_since_s = math.inf  # when others were first seen that should have left their step
 
-    def join(self, number: int, arrival: Arrival, began_s: float) -> Generation | None:
+    def join(self, number: int, arrival: Arrival, began_s: float) -> FormedGeneration | None:
         """Wait until a plan makes this process a member of a generation; None if the generation ends first.
 
         Args:
@@ -238,7 +238,7 @@ class QuorumJoiner:
         }
         return self._job_store.propose(number, {worker_id: to_text(each) for worker_id, each in ends.items()})
 
-    def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> Generation | None:
+    def _accept(self, number: int, arrival: Arrival, plan: Mapping[int, str]) -> FormedGeneration | None:
         """Become a member of the plan; end the generation if it holds an outdated arrival of this process."""
         world, brought = self._worlds.current, from_texts(plan)
         if self._worker_id not in brought:
@@ -248,7 +248,7 @@ class QuorumJoiner:
             arrivals = {
                 rank: brought[worker_id] for rank, worker_id in enumerate(world.worker_ids) if worker_id in brought
             }
-            formed = Generation(number=number, arrivals=arrivals)
+            formed = FormedGeneration(number=number, arrivals=arrivals)
             if len(arrivals) < world.size:
                 raise ReplacementTimeout(formed, mine.abort_reason, restarts_all=mine.restarts_all)
             self._look_for_losses(formed)
@@ -259,7 +259,7 @@ class QuorumJoiner:
         self._job_store.end(number, FailureRecord(kind="request", cause=cause, reporter=f"rank {self._rank}"))
         return None
 
-    def _look_for_losses(self, formed: Generation) -> None:
+    def _look_for_losses(self, formed: FormedGeneration) -> None:
         """End the generation if a member was lost while the plan was made.
 
         The agent counts the loss before it looks for a plan, and this check follows the plan: one of the two sees it.

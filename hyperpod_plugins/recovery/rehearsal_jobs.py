@@ -319,7 +319,7 @@ class PhaseResult:
         return self.phase, str(self.rank), step, told
 
 
-class Place(NamedTuple):
+class DigestPoint(NamedTuple):
     """A point of a program at which a rank records digests; `order` is its place in time."""
 
     entry: int
@@ -349,12 +349,12 @@ class DigestLine:
     """Phases in which a rank had been killed before."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> DigestPoint:
         """Where it was recorded."""
-        return Place(self.entry, self.rank, self.step, self.point)
+        return DigestPoint(self.entry, self.rank, self.step, self.point)
 
 
-Records = Mapping[Place, Digests]
+Records = Mapping[DigestPoint, Digests]
 """Digests of a job without a fault, by place."""
 
 

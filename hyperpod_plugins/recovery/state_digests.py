@@ -26,7 +26,14 @@ from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.attribute_values import MAX_ENTRIES, encoded, num_entries
 from hyperpod_plugins.recovery.attributes import modules_of_program
 from hyperpod_plugins.recovery.buffer_states import unpacked_tensors
-from hyperpod_plugins.recovery.held_objects import INTERNAL, Held, Way, find_held, packages_of, values_of
+from hyperpod_plugins.recovery.held_objects import (
+    INTERNAL,
+    FollowedObject,
+    FollowMode,
+    find_held,
+    packages_of,
+    values_of,
+)
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 from hyperpod_plugins.recovery.state_transfer import TrainingState
 
@@ -234,7 +241,7 @@ def object_digests(model: nn.Module) -> dict[str, int]:
     """Digests of what the objects hold that attributes of a model's modules hold, whether they are restored or not."""
     inside, modules = set(model.modules()), modules_of_program(model)
     found, _ = find_held(
-        [Held(name, each, Way.ATTRIBUTES, (vars(each),), ignored=INTERNAL) for name, each in modules],
+        [FollowedObject(name, each, FollowMode.ATTRIBUTES, (vars(each),), ignored=INTERNAL) for name, each in modules],
         packages=packages_of(each for _, each in modules),
         is_left_out=lambda value: isinstance(value, nn.Module) and value in inside,
     )

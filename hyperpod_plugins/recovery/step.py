@@ -47,7 +47,7 @@ from hyperpod_plugins.recovery.protocols import (
     TrainingLoop,
     cause_of_return,
 )
-from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
+from hyperpod_plugins.recovery.quorum import FormedGeneration, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.replica_comparison import ReplicaComparison
 from hyperpod_plugins.recovery.restart_all import check_no_newer_checkpoint
@@ -480,7 +480,7 @@ class StepTransaction:
         ends = self._attempts.abort_reason(failure, error, self.step)
         return Interruption(failure=failure, began_s=began_s, abort_reason=ends, error=error)
 
-    def _join(self, fault: Interruption, pending: Pending[R] | None) -> Generation | Committed[R] | None:
+    def _join(self, fault: Interruption, pending: Pending[R] | None) -> FormedGeneration | Committed[R] | None:
         """Join the next generation; None if it ended while this rank was about to leave its step for it.
 
         If the other ranks have committed the step and are outside one, this rank commits it too and gets the result:
@@ -548,7 +548,7 @@ class StepTransaction:
             committed=committed,
         )
 
-    def _decide(self, formed: Generation) -> RecoveryPlan:
+    def _decide(self, formed: FormedGeneration) -> RecoveryPlan:
         """Plan the recovery; every member of the generation decides the same."""
         try:
             plan = plan_recovery(formed.arrivals, self._topology)
@@ -558,7 +558,7 @@ class StepTransaction:
         except StateLost as lost:
             self._member.restart_all(lost)
 
-    def _apply(self, plan: RecoveryPlan, formed: Generation, pending: Pending[R] | None) -> Committed[R] | Retry:
+    def _apply(self, plan: RecoveryPlan, formed: FormedGeneration, pending: Pending[R] | None) -> Committed[R] | Retry:
         """Commit the computed step or undo it, as the plan says."""
         if not plan.hooks_first:
             self._check_entry(plan, formed)
@@ -584,7 +584,7 @@ class StepTransaction:
         self._voted_step = NO_STATE
         self._training_loop.undo_step()
 
-    def _check_entry(self, plan: RecoveryPlan, formed: Generation) -> None:
+    def _check_entry(self, plan: RecoveryPlan, formed: FormedGeneration) -> None:
         """Check that this rank entered the loops where the plan resumes.
 
         It entered where one survivor stood. That survivor may have been lost since, along with its progress, and
@@ -609,7 +609,7 @@ class StepTransaction:
             raise RecoveryError(f"{cause}; its replacement will enter them there")
         raise PeerLost(cause)
 
-    def _restore(self, plan: RecoveryPlan, formed: Generation) -> None:
+    def _restore(self, plan: RecoveryPlan, formed: FormedGeneration) -> None:
         """Bring this rank to the plan's step. On `PeerLost`, its state is unchanged."""
         if plan.hooks_first:
             cause = f"ranks {list(plan.roll_forward)} are running the hooks of the step they have just committed"
@@ -650,7 +650,13 @@ class StepTransaction:
             self._shutdown.end_job(plan, fault.abort_reason, fault.error)
 
     def _complete(
-        self, plan: RecoveryPlan, formed: Generation, fault: Interruption, assembled_s: float, *, rolled_forward: bool
+        self,
+        plan: RecoveryPlan,
+        formed: FormedGeneration,
+        fault: Interruption,
+        assembled_s: float,
+        *,
+        rolled_forward: bool,
     ) -> None:
         """Note that all ranks are at the plan's step, and report the repair.
 

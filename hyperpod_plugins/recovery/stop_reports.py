@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum, auto
 
 from hyperpod_plugins.elastic import JobStore
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.store.job_store import poll_interval_s, poll_until, scan_interval_s
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.plan import NO_STATE
@@ -167,7 +167,7 @@ class StopReports:
         *,
         worker_id: int,
         incarnation: int,
-        policy: MembershipPolicy,
+        policy: QuorumPolicy,
         survivors: Survivors,
     ) -> None:
         """Use `job_store` and `survivors` only in the thread that waits."""

@@ -89,7 +89,7 @@ class Buffers:
             set_table(part, self._tables.get(id(part), {}), self._non_persistent.get(id(part), ()))
 
 
-class Batches:
+class BatchTensors:
     """The tensors of the batches of a step, restored if the program writes to them.
 
     Writes are detected by version counters. Batches are copied before use in the first steps of a process, and from
@@ -172,7 +172,7 @@ class StepStart:
         self.kept = kept
         self.parts: list[nn.Module] = []
         """All modules of the model."""
-        self.batches = Batches()
+        self.batches = BatchTensors()
         self.outside = OutsideWrites(model)
         self.written: dict[int, torch.Tensor] = {}
         """Parameters that the program itself was found to write, by `id`."""

@@ -41,7 +41,7 @@ from hyperpod_plugins.recovery.undo import forget_iteration
 from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
 from hyperpod_plugins.session.parameter_reads import NUM_WATCHED, ParameterReads
-from hyperpod_plugins.session.state import Position, TrainedState, refuse_unreadable
+from hyperpod_plugins.session.state import Position, SessionState, refuse_unreadable
 from hyperpod_plugins.session.step import BETWEEN, LoopGuard, Step
 from hyperpod_plugins.session.transaction import PlainSteps, end_process
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatches:
+class StepInputs:
     """This rank's part of one step."""
 
     batches: tuple[Any, ...]
@@ -64,7 +64,7 @@ class StepBatches:
     ends_epoch: bool
 
 
-def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatches]:
+def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepInputs]:
     """Yield the steps from the loader's position to the end of the last epoch."""
     sampler = loader.batch_sampler
     while sampler.cursor.epoch < num_epochs:
@@ -77,7 +77,7 @@ def iterate_steps(loader: StatefulLoader, num_epochs: int) -> Iterator[StepBatch
             weights.append(sampler.weight(number + index))
             ends_epoch = sampler.cursor.epoch != epoch
             if ends_epoch or (number + index + 1) % sampler.split.num_micro_steps == 0:
-                yield StepBatches(
+                yield StepInputs(
                     batches=tuple(batches),
                     weights=tuple(weights),
                     num_samples=sampler.step_size(number + index),
@@ -307,7 +307,7 @@ class Loop:
     def __init__(
         self,
         context: LoopContext,
-        trained: TrainedState,
+        trained: SessionState,
         computation: StepComputation,
         transactions: PlainSteps,
         build_loader: Callable[[], StatefulLoader],

@@ -18,9 +18,9 @@ from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import fsdp_units
 from hyperpod_plugins.parallel.parallelize import match_degrees
-from hyperpod_plugins.recovery.held_objects import Way, packages_of, way_of
+from hyperpod_plugins.recovery.held_objects import FollowMode, follow_mode_of, packages_of
 from hyperpod_plugins.recovery.local_objects import is_metric
-from hyperpod_plugins.session.state import TrainedState
+from hyperpod_plugins.session.state import SessionState
 
 
 def check_trained(
@@ -93,7 +93,7 @@ def optimizer_of(scheduler: object) -> Optimizer | None:
     return getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)
 
 
-def refuse_unknown_schedulers(trained: TrainedState, scheduled: Sequence[Optimizer | None]) -> None:
+def refuse_unknown_schedulers(trained: SessionState, scheduled: Sequence[Optimizer | None]) -> None:
     """Refuse schedulers that the program steps itself: a replacement would have new ones.
 
     Args:
@@ -132,7 +132,9 @@ def refuse_own_schedules(
     """
     packages = packages_of(model.modules())
     for owner in _owners_of(optimizers):
-        is_own = way_of(owner, packages) is Way.ATTRIBUTES and callable(getattr(type(owner), "step", None))
+        is_own = follow_mode_of(owner, packages) is FollowMode.ATTRIBUTES and callable(
+            getattr(type(owner), "step", None)
+        )
         if is_own and not any(isinstance(each, nn.Module) for each in vars(owner).values()) and not is_restored(owner):
             raise ConfigError(
                 f"a {type(owner).__name__} holds an optimizer of session.train and has a method step, but the session "

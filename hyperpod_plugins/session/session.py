@@ -72,7 +72,7 @@ from hyperpod_plugins.session.program_checks import (
     refuse_own_schedules,
     refuse_unknown_schedulers,
 )
-from hyperpod_plugins.session.state import Position, TrainedState
+from hyperpod_plugins.session.state import Position, SessionState
 from hyperpod_plugins.session.step import Step
 from hyperpod_plugins.session.transaction import PlainSteps, Transactions
 
@@ -180,7 +180,7 @@ class Session:
         self._samples_per_replica = samples_per_replica
         self._reproducible = reproducible
         self._folder = Path(checkpoint_folder)
-        self._trained: TrainedState | None = None
+        self._trained: SessionState | None = None
         self._sharded: list[weakref.ref[nn.Module]] = []
         """The models that `parallelize` has sharded."""
         self._scheduled: list[weakref.ref[Optimizer]] = []
@@ -357,7 +357,7 @@ class Session:
         succeed_parameters(model, is_by_program=True)
         reshard_after_evaluations(model)
         self._scheduled += [weakref.ref(optimizer) for optimizer in map(optimizer_of, _listed(schedulers)) if optimizer]
-        self._trained = TrainedState(
+        self._trained = SessionState(
             model,
             _listed(optimizers),
             _listed(schedulers),
@@ -498,7 +498,7 @@ class Session:
         else:
             self._begins_at = trained.read(path, is_of_another_job=True)
 
-    def _end_loop(self, trained: TrainedState) -> None:
+    def _end_loop(self, trained: SessionState) -> None:
         """End a loop whose steps are all done. All ranks call this, again if a rank is lost meanwhile."""
         entries, rank = self._entries, self.topology.data_rank(self.rank)
         if self._transactions is not None and self._transactions.rehearsal is not None:
@@ -508,7 +508,7 @@ class Session:
         self._member.activity = "keeping the state after a loop"
         self._keep_end(trained)
 
-    def _keep_end(self, trained: TrainedState) -> None:
+    def _keep_end(self, trained: SessionState) -> None:
         """Keep the state after a loop, so that no process has to run the loop again. All ranks must call this.
 
         Raises:
@@ -528,7 +528,7 @@ class Session:
         elif problem is not None or entries.is_complete:
             entries.mark_not_kept(problem or "another rank could not keep its part; see its log")
 
-    def _restore_ended(self, trained: TrainedState) -> None:
+    def _restore_ended(self, trained: SessionState) -> None:
         """Restore the state after a loop that has already ended."""
         folder = self._entries.folder(self._folder)
         position = trained.read(state_folder(folder, self._entries.number))
@@ -598,7 +598,7 @@ class Session:
         loop = Loop(self._context, trained, computation, transactions, build_loader, limits, self._finite)
         return self._run(loop, trained, transactions)
 
-    def _run(self, loop: Loop, trained: TrainedState, transactions: PlainSteps) -> Iterator[Step]:
+    def _run(self, loop: Loop, trained: SessionState, transactions: PlainSteps) -> Iterator[Step]:
         """Yield the steps of a loop, or none if it ended before a restart; with recovery, the loop is an entry."""
         self._left.await_others()
         if transactions.has_left:  # at the end of an earlier loop, since `steps` was called
@@ -659,7 +659,7 @@ class Session:
         return batch.in_logical_shards(self._policy, self.topology.shard_degree)
 
     def _begin_schedule(
-        self, trained: TrainedState, rates: LearningRates, batch: StepBatch, sizes: Sequence[int]
+        self, trained: SessionState, rates: LearningRates, batch: StepBatch, sizes: Sequence[int]
     ) -> None:
         """Begin the schedule at its first sample, unless a checkpoint was loaded.
 
@@ -697,7 +697,7 @@ class Session:
             )
         return sizes
 
-    def _require_train(self) -> tuple[TrainedState, PlainSteps]:
+    def _require_train(self) -> tuple[SessionState, PlainSteps]:
         if self._trained is None or self._transactions is None:
             raise LoopError("say what is trained first: session.train(model, optimizer, scheduler)")
         return self._trained, self._transactions

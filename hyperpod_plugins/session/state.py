@@ -90,7 +90,7 @@ class Position:
     rates: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of learning rate and schedule, if the batch follows the world."""
     before: dict[str, Any] = field(default_factory=dict[str, Any])
-    """After a commit: the four fields above as the body of that step began; see `TrainedState.values`."""
+    """After a commit: the four fields above as the body of that step began; see `SessionState.values`."""
     is_begun: bool = False
     """Before a step: whether the parameters beside this position are those after what precedes the step in its body."""
     modes: tuple[bool, ...] = ()
@@ -163,7 +163,7 @@ def copied(value: Any) -> Any:
     return to_python_scalars(tree_map(lambda leaf: leaf if leaf is value else copied(leaf), value))
 
 
-class TrainedState:
+class SessionState:
     """The `TrainingLoop` of a custom loop's transactions, and what its checkpoints hold."""
 
     can_undo_exceptions = CAN_RESET

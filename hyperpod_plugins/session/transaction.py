@@ -27,7 +27,7 @@ from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
 from hyperpod_plugins.session.context import LoopContext
-from hyperpod_plugins.session.state import Position, TrainedState, rank_local_name
+from hyperpod_plugins.session.state import Position, SessionState, rank_local_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class Transactions(PlainSteps):
         self,
         member: Member,
         context: LoopContext,
-        trained: TrainedState,
+        trained: SessionState,
         options: RecoveryOptions,
         repairs: list[Repair],
     ) -> None:
@@ -263,7 +263,7 @@ class Transactions(PlainSteps):
     def await_others(self) -> None:
         if not self.must_await_others:
             return
-        failure = self._engine.await_departures()
+        failure = self._engine.await_loop_exits()
         if failure is not None and (self._raised or failure.kind == "hang"):
             how = f"by an exception that the program has caught ({self._raised})" if self._raised else "early"
             end_process(

@@ -13,7 +13,12 @@ from elastic.stores import Cut, Lost
 
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.elastic.membership.admission import job_status, publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
+    ElasticSpec,
+    ReplicaLayout,
+    publish_elastic_spec,
+)
 from hyperpod_plugins.elastic.membership.reshard import requested_degrees
 from hyperpod_plugins.elastic.rendezvous.control import Controller, Request, Ticket, send
 from hyperpod_plugins.elastic.store.world import WorldPlan
@@ -80,7 +85,7 @@ def test_one_who_is_interrupted_while_asking_stands_in_nobodys_way(job):
 def test_other_degrees(job):
     _, ticket, job_store = job
     publish_initial_world(job_store, WorldPlan.initial(4))
-    layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2, 4)) for degree in (2, 4))
+    layouts = tuple(ReplicaLayout(shard_degree=degree, sizes=(1, 2, 4)) for degree in (2, 4))
     publish_elastic_spec(job_store, ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), layouts=layouts))
     with pytest.raises(ConfigError, match="shard degree 3 with tensor degree 1 is not possible"):
         send(job_store, ticket.token, Request(kind="scale", shard_degree=3))

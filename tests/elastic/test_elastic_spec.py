@@ -2,14 +2,14 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import Layout, choose, first_that_fits, sort_layouts
+from hyperpod_plugins.elastic.membership.elastic_spec import ReplicaLayout, choose, first_that_fits, sort_layouts
 from hyperpod_plugins.errors import DegreeError
 
 SIZES = (1, 2, 3, 4)
 
 
 def layouts(*degrees, sizes=SIZES):
-    return [Layout(shard_degree=shard, tensor_degree=tensor, sizes=sizes) for shard, tensor in degrees]
+    return [ReplicaLayout(shard_degree=shard, tensor_degree=tensor, sizes=sizes) for shard, tensor in degrees]
 
 
 @pytest.mark.parametrize(

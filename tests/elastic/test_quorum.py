@@ -8,14 +8,14 @@ from hyperpod_plugins.elastic.membership.quorum_policy import (
     BETWEEN_CALLS,
     ExitWait,
     GenerationBudget,
-    MembershipPolicy,
     QuorumAction,
+    QuorumPolicy,
     QuorumView,
     next_action,
 )
 from hyperpod_plugins.errors import ConfigError
 
-POLICY = MembershipPolicy(replacement_timeout_s=10.0)
+POLICY = QuorumPolicy(replacement_timeout_s=10.0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_generation_is_formed_of_exactly_the_present_processes(worker_ids, wai
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 def test_a_wait_must_be_positive(timeout_s):
     with pytest.raises(ConfigError, match="replacement_timeout_s"):
-        MembershipPolicy(replacement_timeout_s=timeout_s)
+        QuorumPolicy(replacement_timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_wait_must_be_positive(timeout_s):
 )
 def test_a_job_does_not_come_together_for_ever(rounds, is_refused):
     budget = GenerationBudget()
-    assert [budget.why_not_another(*each, MembershipPolicy()) is not None for each in rounds][-1] == is_refused
+    assert [budget.why_not_another(*each, QuorumPolicy()) is not None for each in rounds][-1] == is_refused
 
 
 def heartbeat(number, activity=BETWEEN_CALLS):

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, ReplicaLayout
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.rendezvous.slots import LeaseState, SlotLease
 from hyperpod_plugins.elastic.scaling.adascale import AdaScaleState
@@ -20,7 +20,7 @@ SPEC = ElasticSpec(
     policy=ElasticPolicy(min_replicas=1, max_replicas=4, replica_sizes=(1, 2, 4)),
     replica_size=2,
     sizes=(1, 2, 4),
-    layouts=(Layout(shard_degree=2, sizes=(1, 2)), Layout(shard_degree=1, tensor_degree=2, sizes=(4,))),
+    layouts=(ReplicaLayout(shard_degree=2, sizes=(1, 2)), ReplicaLayout(shard_degree=1, tensor_degree=2, sizes=(4,))),
 )
 RECORDS = [
     FAILURE,

@@ -10,7 +10,7 @@ from hyperpod_plugins.elastic.membership.admission import add_candidate, announc
 from hyperpod_plugins.elastic.membership.elastic_spec import (
     ElasticPolicy,
     ElasticSpec,
-    Layout,
+    ReplicaLayout,
     elastic_spec_of,
     publish_elastic_spec,
 )
@@ -28,7 +28,7 @@ from hyperpod_plugins.elastic.rendezvous.store import RoundEnd
 from hyperpod_plugins.elastic.store.world import WorldPlan
 
 POLICY = ElasticPolicy(max_replicas=4, faulty_scale_down_timeout_s=30.0)
-LAYOUTS = tuple(Layout(shard_degree=shard, sizes=(1, 2, 3, 4)) for shard in (4, 2, 1))
+LAYOUTS = tuple(ReplicaLayout(shard_degree=shard, sizes=(1, 2, 3, 4)) for shard in (4, 2, 1))
 TERMS = ElasticSpec(policy=POLICY, replica_size=4, sizes=(1, 2, 3, 4), layouts=LAYOUTS)
 
 
@@ -93,7 +93,7 @@ def test_those_that_wait_take_part_in_a_start_of_all(job_store):
 def test_what_may_be_asked_for(job_store, asked, words):
     world = WorldPlan.initial(4)
     publish_initial_world(job_store, world)
-    spec = replace(TERMS, layouts=(*LAYOUTS, Layout(shard_degree=8, sizes=(1,))))
+    spec = replace(TERMS, layouts=(*LAYOUTS, ReplicaLayout(shard_degree=8, sizes=(1,))))
     why_not = why_not_reshard(job_store, spec, world, *asked)
     assert why_not is None if words is None else words in why_not
 

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hyperpod_plugins.elastic.launcher.local_workers import failure_report, root_failures
-from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, NOT_NEEDED, Remedy, WorkerExit
+from hyperpod_plugins.elastic.membership.restart_policy import GAVE_UP, NOT_NEEDED, ExitAction, WorkerExit
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 
@@ -47,35 +47,35 @@ GIVEN_UP = FailureRecord(kind="process", cause="a test", worker_id=3)
 
 
 @pytest.mark.parametrize(
-    ("loss", "over_budget", "remedy", "why"),
+    ("loss", "over_budget", "exit_action", "why"),
     [
-        (failed(), None, Remedy.REPLACE, ""),
-        (failed(-9), None, Remedy.REPLACE, ""),
-        (failed(NOT_NEEDED, has_begun=False), None, Remedy.REPLACE, ""),
-        (failed(), "it was replaced 3 times", Remedy.END, "replaced 3 times"),
-        (failed(are_others_finished=True), None, Remedy.END, "all others have finished"),
-        (failed(are_others_finished=True), "early", Remedy.END, "early"),
-        (failed(given_up=GIVEN_UP), None, Remedy.END, "the job has given up: worker 3"),
-        (failed(is_armed=False, uses_recovery=False), None, Remedy.END, "no worker takes part in recovery"),
+        (failed(), None, ExitAction.REPLACE, ""),
+        (failed(-9), None, ExitAction.REPLACE, ""),
+        (failed(NOT_NEEDED, has_begun=False), None, ExitAction.REPLACE, ""),
+        (failed(), "it was replaced 3 times", ExitAction.END, "replaced 3 times"),
+        (failed(are_others_finished=True), None, ExitAction.END, "all others have finished"),
+        (failed(are_others_finished=True), "early", ExitAction.END, "early"),
+        (failed(given_up=GIVEN_UP), None, ExitAction.END, "the job has given up: worker 3"),
+        (failed(is_armed=False, uses_recovery=False), None, ExitAction.END, "no worker takes part in recovery"),
         # a restart of all workers, before there is state to recover
-        (failed(is_armed=False), None, Remedy.RESTART_ALL, ""),
-        (failed(-9, is_armed=False, has_begun=False), None, Remedy.RESTART_ALL, ""),
-        (failed(is_armed=False, given_up=GIVEN_UP), None, Remedy.END, "given up"),
-        (failed(is_armed=False, error="ConfigError: wrong"), None, Remedy.END, "outside of the program's steps"),
+        (failed(is_armed=False), None, ExitAction.RESTART_ALL, ""),
+        (failed(-9, is_armed=False, has_begun=False), None, ExitAction.RESTART_ALL, ""),
+        (failed(is_armed=False, given_up=GIVEN_UP), None, ExitAction.END, "given up"),
+        (failed(is_armed=False, error="ConfigError: wrong"), None, ExitAction.END, "outside of the program's steps"),
         # a node that joined a running job and cannot run its workers is blamed, not the job
-        (failed(is_unproven=True), None, Remedy.REPLACE, ""),
-        (failed(is_unproven=True), "early", Remedy.EXCLUDE, "early"),
-        (failed(is_needed=False), "early", Remedy.EXCLUDE, "early"),
-        (failed(has_begun=False, is_unproven=True), None, Remedy.REPLACE, ""),
-        (failed(has_begun=False, is_unproven=True, error="DataError: x"), None, Remedy.EXCLUDE, "outside of"),
-        (failed(is_unproven=True, has_slots=False), "early", Remedy.END, "early"),
-        (failed(GAVE_UP, is_unproven=True), "gave up", Remedy.END, "gave up"),
-        (failed(is_unproven=True, given_up=GIVEN_UP), "early", Remedy.END, "given up"),
-        (failed(is_unproven=True, is_armed=False), None, Remedy.RESTART_ALL, ""),
+        (failed(is_unproven=True), None, ExitAction.REPLACE, ""),
+        (failed(is_unproven=True), "early", ExitAction.EXCLUDE, "early"),
+        (failed(is_needed=False), "early", ExitAction.EXCLUDE, "early"),
+        (failed(has_begun=False, is_unproven=True), None, ExitAction.REPLACE, ""),
+        (failed(has_begun=False, is_unproven=True, error="DataError: x"), None, ExitAction.EXCLUDE, "outside of"),
+        (failed(is_unproven=True, has_slots=False), "early", ExitAction.END, "early"),
+        (failed(GAVE_UP, is_unproven=True), "gave up", ExitAction.END, "gave up"),
+        (failed(is_unproven=True, given_up=GIVEN_UP), "early", ExitAction.END, "given up"),
+        (failed(is_unproven=True, is_armed=False), None, ExitAction.RESTART_ALL, ""),
     ],
 )
-def test_what_follows_from_the_failure_of_a_worker(loss, over_budget, remedy, why):
+def test_what_follows_from_the_failure_of_a_worker(loss, over_budget, exit_action, why):
     found, reason = loss.decide(over_budget)
-    assert found is remedy
+    assert found is exit_action
     assert why in reason
-    assert bool(reason) == (remedy in (Remedy.EXCLUDE, Remedy.END))
+    assert bool(reason) == (exit_action in (ExitAction.EXCLUDE, ExitAction.END))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout
+from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, ReplicaLayout
 from hyperpod_plugins.errors import ConfigError, DegreeError
 from hyperpod_plugins.lightning import ElasticTraining
 from hyperpod_plugins.parallel import ParallelConfig
@@ -74,7 +74,7 @@ def test_a_job_begins_with_what_is_there(world_size, initial_size, degree):
 
 
 def test_who_comes_later_is_told():
-    layouts = (Layout(shard_degree=4, sizes=(1,)), Layout(shard_degree=1, tensor_degree=2, sizes=(1, 2)))
+    layouts = (ReplicaLayout(shard_degree=4, sizes=(1,)), ReplicaLayout(shard_degree=1, tensor_degree=2, sizes=(1, 2)))
     spec = ElasticSpec(policy=ElasticPolicy(), replica_size=2, sizes=(1, 2), tensor_degree=2, layouts=layouts)
     config = with_degrees(ParallelConfig(), spec, layouts, world_size=4)
     assert (config.hybrid_shard_degree, config.tensor_parallel_degree) == (1, 2)

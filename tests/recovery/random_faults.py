@@ -31,6 +31,18 @@ _RESTARTED = "all processes start again"
 _SHOWN = ("metric.", "step")
 """Logged values and the epoch, which a fit shows only once a step has been taken since it began from a checkpoint."""
 RAISING = ("forward", "backward")
+EDGES = (
+    ("setup", 1),
+    ("epoch end", 12),
+    ("train end", FIRST_FIT),
+    ("validate", 0),
+    ("between", 0),
+    ("setup", 2),
+    ("fit start", 2),
+    ("second train end", FIRST_FIT + SECOND_FIT),
+    ("test", 0),
+)
+"""Where loops begin and end, with the steps that their places are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +70,10 @@ def schedule(number):
             when = max(0, step + draw.choice((-1, 0, 0, 0, 1)))
             faults.append((second + draw.choice(PHASES), when, late, f"sleep{draw.choice((0.2, 0.5, 1.2))}"))
         step += draw.randrange(2, 9)
+    for place, step in EDGES:
+        if draw.random() < 0.2:
+            kind = draw.choice(["kill"] * 3 + ["break"])
+            faults.append((place, step, draw.randrange(NUM_RANKS), kind))
     return Schedule(program=program, faults=tuple(dict.fromkeys(faults)))
 
 

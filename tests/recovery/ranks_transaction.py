@@ -10,7 +10,7 @@ from faults import DEVICE, Faults, own_device
 from torch import nn
 
 from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, clip_grad_norm_, parallelize
@@ -112,7 +112,7 @@ def main():
         job,
         worker_id=env.global_rank,
         world=WorldPlan.initial(env.world_size),
-        policy=MembershipPolicy(replacement_timeout_s=30.0),
+        policy=QuorumPolicy(replacement_timeout_s=30.0),
         hangs=HangPolicy(floor_s=3.0),
     )
     member.start()

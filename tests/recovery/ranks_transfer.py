@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hyperpod_plugins.comm import channel
 from hyperpod_plugins.recovery import RecoveryOptions, Snapshots
 from hyperpod_plugins.session import Session
-from hyperpod_plugins.session.state import TrainedState
+from hyperpod_plugins.session.state import SessionState
 
 torch.set_num_threads(1)
 WIDTH, MIDDLE = 256, 10
@@ -22,7 +22,7 @@ faults = Faults()
 def instrument():
     """Ranks that meet a fault in a transfer take their time in it, so that the fault meets its payload under way."""
     channel._CHUNK_BYTES = 2**16
-    swap, restore, steps = Snapshots._exchange_all, TrainedState.restore, {}
+    swap, restore, steps = Snapshots._exchange_all, SessionState.restore, {}
 
     def swapping(self, step, own):
         steps["snapshot"] = step
@@ -44,7 +44,7 @@ def instrument():
 
         return advancing
 
-    Snapshots._exchange_all, TrainedState.restore = swapping, restoring
+    Snapshots._exchange_all, SessionState.restore = swapping, restoring
     for each in (channel._Sending, channel._Receiving):
         each.advance = slowly(each.advance)
 
@@ -66,7 +66,7 @@ def local(tensor):
 
 def main():
     instrument()
-    TrainedState.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
+    SessionState.can_undo_exceptions = os.environ.get("CAN_RESET") != "0"  # 0: as with a torch older than 2.13
     if os.environ.get("OUTLIVES") == "0":  # a process takes its snapshots with it, as a node does
         del os.environ["HYPERPOD_SNAPSHOTS"]
     shards, every = int(os.environ["SHARDS"]), os.environ.get("EVERY", "auto")

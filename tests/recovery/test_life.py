@@ -26,14 +26,13 @@ from hyperpod_plugins.elastic.membership.admission import publish_initial_world,
 from hyperpod_plugins.elastic.membership.restart_policy import (
     GAVE_UP,
     NOT_NEEDED,
+    ExitAction,
     JobRestart,
     JobRestartBudget,
-    Remedy,
     RestartBudget,
     RestartPolicy,
     WorkerExit,
 )
-from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture, EarlyDepartures
 from hyperpod_plugins.elastic.store.entry_records import (
     EndedEntry,
     EntryRecords,
@@ -45,6 +44,7 @@ from hyperpod_plugins.elastic.store.entry_records import (
     restart_from_newest,
 )
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
+from hyperpod_plugins.elastic.store.loop_exits import LoopExit, LoopExits
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -166,43 +166,49 @@ def test_a_mistake_outside_of_steps_ends_the_job_after_a_second_attempt(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("loss", "remedy"),
+    ("loss", "exit_action"),
     [
-        pytest.param({"code": -9, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="in a step"),
-        pytest.param({"code": -9, "is_armed": True}, Remedy.REPLACE, id="in the sanity check"),
-        pytest.param({"code": 1, "is_armed": True, "has_begun": True}, Remedy.REPLACE, id="exception after a step"),
-        pytest.param({"code": 1, "is_armed": True}, Remedy.RESTART_ALL, id="exception before the first step"),
-        pytest.param({"code": -9}, Remedy.RESTART_ALL, id="outside of a fit"),
-        pytest.param({"code": -9, "uses_recovery": False}, Remedy.END, id="killed in a program that takes no part"),
-        pytest.param({"code": -11, "uses_recovery": False}, Remedy.END, id="crash of a program that takes no part"),
-        pytest.param({"code": 1, "uses_recovery": False}, Remedy.END, id="exception of a program that takes no part"),
-        pytest.param({"code": 1, "error": "ConfigError: no"}, Remedy.END, id="refused"),
-        pytest.param({"code": 1, "error": "DatasetChanged: no"}, Remedy.END, id="refuses the data"),
-        pytest.param({"code": 1, "error": "NonFiniteError: no"}, Remedy.END, id="not finite"),
-        pytest.param({"code": 1, "error": "RehearsalFailed: no"}, Remedy.END, id="rehearsal"),
-        pytest.param({"code": 1, "error": "ConfigErrors: no"}, Remedy.RESTART_ALL, id="an error of the program"),
+        pytest.param({"code": -9, "is_armed": True, "has_begun": True}, ExitAction.REPLACE, id="in a step"),
+        pytest.param({"code": -9, "is_armed": True}, ExitAction.REPLACE, id="in the sanity check"),
+        pytest.param({"code": 1, "is_armed": True, "has_begun": True}, ExitAction.REPLACE, id="exception after a step"),
+        pytest.param({"code": 1, "is_armed": True}, ExitAction.RESTART_ALL, id="exception before the first step"),
+        pytest.param({"code": -9}, ExitAction.RESTART_ALL, id="outside of a fit"),
+        pytest.param({"code": -9, "uses_recovery": False}, ExitAction.END, id="killed in a program that takes no part"),
+        pytest.param({"code": -11, "uses_recovery": False}, ExitAction.END, id="crash of a program that takes no part"),
+        pytest.param(
+            {"code": 1, "uses_recovery": False}, ExitAction.END, id="exception of a program that takes no part"
+        ),
+        pytest.param({"code": 1, "error": "ConfigError: no"}, ExitAction.END, id="refused"),
+        pytest.param({"code": 1, "error": "DatasetChanged: no"}, ExitAction.END, id="refuses the data"),
+        pytest.param({"code": 1, "error": "NonFiniteError: no"}, ExitAction.END, id="not finite"),
+        pytest.param({"code": 1, "error": "RehearsalFailed: no"}, ExitAction.END, id="rehearsal"),
+        pytest.param({"code": 1, "error": "ConfigErrors: no"}, ExitAction.RESTART_ALL, id="an error of the program"),
         pytest.param(
             {"code": 1, "error": "KeyError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
-            Remedy.REPLACE,
+            ExitAction.REPLACE,
             id="raised in a loop's body",
         ),
         pytest.param(
             {"code": 1, "error": "LoopError: no", "has_left_loop": True, "is_armed": True, "has_begun": True},
-            Remedy.END,
+            ExitAction.END,
             id="refused in a loop's body",
         ),
         pytest.param(
-            {"code": 1, "error": "KeyError: no", "has_left_loop": True}, Remedy.RESTART_ALL, id="raised by all ranks"
+            {"code": 1, "error": "KeyError: no", "has_left_loop": True},
+            ExitAction.RESTART_ALL,
+            id="raised by all ranks",
         ),
-        pytest.param({"code": -9, "can_all_start": False}, Remedy.END, id="another node has ended"),
-        pytest.param({"code": -9, "is_needed": False}, Remedy.END, id="one that waited"),
-        pytest.param({"code": -9, "may_restart": False}, Remedy.END, id="no restarts"),
-        pytest.param({"code": GAVE_UP}, Remedy.REPLACE, id="gave up"),
-        pytest.param({"code": NOT_NEEDED}, Remedy.REPLACE, id="not needed"),
+        pytest.param({"code": -9, "can_all_start": False}, ExitAction.END, id="another node has ended"),
+        pytest.param({"code": -9, "is_needed": False}, ExitAction.END, id="one that waited"),
+        pytest.param({"code": -9, "may_restart": False}, ExitAction.END, id="no restarts"),
+        pytest.param({"code": GAVE_UP}, ExitAction.REPLACE, id="gave up"),
+        pytest.param({"code": NOT_NEEDED}, ExitAction.REPLACE, id="not needed"),
     ],
 )
-def test_remedies(loss, remedy):
-    assert WorkerExit(**{"is_armed": False, "has_begun": False, "uses_recovery": True, **loss}).remedy is remedy
+def test_exit_actions(loss, exit_action):
+    assert (
+        WorkerExit(**{"is_armed": False, "has_begun": False, "uses_recovery": True, **loss}).exit_action is exit_action
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,40 +240,40 @@ def test_restarts_are_counted_by_place():
 def test_loops_that_were_left():
     job_store = JobStore.from_store("job", HashStore())
     of = {"entry": 1, "committed": 4, "generation": 2}
-    first, second = (EarlyDeparture(worker_id=each, incarnation=0, **of) for each in (0, 1))
-    departures = EarlyDepartures(job_store, 1)
-    assert departures.present() == {}
+    first, second = (LoopExit(worker_id=each, incarnation=0, **of) for each in (0, 1))
+    loop_exits = LoopExits(job_store, 1)
+    assert loop_exits.present() == {}
     first.publish(job_store)
-    assert departures.present() == {0: first}
-    assert not departures.have_all_left(2, [0, 1])
+    assert loop_exits.present() == {0: first}
+    assert not loop_exits.have_all_left(2, [0, 1])
     assert job_store.next_incarnation(0) == 1  # the process has ended, and is replaced
-    assert departures.present() == {}
-    assert EarlyDeparture.of_process(job_store, 0, 0) == first
-    assert EarlyDeparture.of_process(job_store, 0, 1) is None
+    assert loop_exits.present() == {}
+    assert LoopExit.of_process(job_store, 0, 0) == first
+    assert LoopExit.of_process(job_store, 0, 1) is None
     second.publish(job_store)
-    assert departures.have_all_left(2, [0, 1])  # all that were part of that generation
-    assert not departures.have_all_left(3, [0, 1])
-    assert not EarlyDepartures(job_store, 0).have_all_left(2, [0, 1])
-    assert departures.present() == {1: second}
+    assert loop_exits.have_all_left(2, [0, 1])  # all that were part of that generation
+    assert not loop_exits.have_all_left(3, [0, 1])
+    assert not LoopExits(job_store, 0).have_all_left(2, [0, 1])
+    assert loop_exits.present() == {1: second}
 
 
 def test_each_record_of_a_loop_that_was_left_is_read_once(monkeypatch):
     job_store, read = JobStore.from_store("job", HashStore()), []
     try_get_all = job_store.try_get_all
     monkeypatch.setattr(job_store, "try_get_all", lambda names: read.append(len(names)) or try_get_all(names))
-    departures = EarlyDepartures(job_store, 0)
+    loop_exits = LoopExits(job_store, 0)
     job_store.count("left_early/0", 1)  # its writer is lost before it writes its record, or late
     for worker_id in range(1, 4):
-        EarlyDeparture(worker_id=worker_id, incarnation=0, entry=0, committed=1, generation=0).publish(job_store)
+        LoopExit(worker_id=worker_id, incarnation=0, entry=0, committed=1, generation=0).publish(job_store)
         for _ in range(2):
-            assert departures.have_all_left(0, [1, 2, 3]) is (worker_id == 3)
-            assert len(departures.present()) == worker_id
+            assert loop_exits.have_all_left(0, [1, 2, 3]) is (worker_id == 3)
+            assert len(loop_exits.present()) == worker_id
     assert sum(read) <= 4 * 3 + 3, read
-    late = EarlyDeparture(worker_id=0, incarnation=0, entry=0, committed=1, generation=0)
+    late = LoopExit(worker_id=0, incarnation=0, entry=0, committed=1, generation=0)
     job_store.set("left_early/0/1", late.to_json().encode())
-    assert departures.have_all_left(0, [0, 1, 2, 3])
+    assert loop_exits.have_all_left(0, [0, 1, 2, 3])
     read.clear()
-    assert departures.have_all_left(0, [0, 1, 2, 3])
+    assert loop_exits.have_all_left(0, [0, 1, 2, 3])
     assert not read
 
 
@@ -275,7 +281,7 @@ def test_the_wait_for_ranks_that_are_still_in_a_loop_ends():
     """By a rank that has run the loop to its end, or when it has lasted for as long as a wait outside of steps may."""
     job_store = JobStore.from_store("job", HashStore())
     engine = RecoveryEngine.__new__(RecoveryEngine)
-    engine._entry, engine._departures = 0, EarlyDepartures(job_store, 0)
+    engine._entry, engine._loop_exits = 0, LoopExits(job_store, 0)
     engine.member = SimpleNamespace(
         rank=0,
         worker_id=0,
@@ -285,11 +291,11 @@ def test_the_wait_for_ranks_that_are_still_in_a_loop_ends():
         hangs=HangPolicy(floor_s=0.1, outside_s=0.5),
         unrepaired_loss=lambda: None,
     )
-    failure = engine.await_departures()
+    failure = engine.await_loop_exits()
     assert failure is not None
     assert (failure.kind, failure.worker_id) == ("hang", 0)
     job_store.set("left/0", b"1")
-    assert engine.await_departures() is None
+    assert engine.await_loop_exits() is None
 
 
 def test_how_often_a_loop_may_fail():
@@ -344,7 +350,7 @@ def test_attempts_at_one_place_of_a_loop():
         (0, 3, 4, 2),
         (0, 0, 4, 3),
     ]:
-        left = EarlyDeparture(worker_id=worker_id, incarnation=0, entry=0, committed=committed, generation=generation)
+        left = LoopExit(worker_id=worker_id, incarnation=0, entry=0, committed=committed, generation=generation)
         assert left.count_attempts(job_store) == number, (worker_id, generation, committed)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.comm import Reconfiguration
 from hyperpod_plugins.elastic import FailureRecord
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import JobRestart
 from hyperpod_plugins.elastic.store.entry_records import EndedEntry, record_end
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, RESTART_KEY
@@ -18,7 +18,7 @@ from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import Arrival, HangPolicy, Member, restart_all
 from hyperpod_plugins.recovery.plan import FinalSavePlan, RecoveryPlan
 from hyperpod_plugins.recovery.protocols import RetryPolicy
-from hyperpod_plugins.recovery.quorum import Generation, ReplacementTimeout
+from hyperpod_plugins.recovery.quorum import FormedGeneration, ReplacementTimeout
 from hyperpod_plugins.recovery.restart_all import SavedCheckpoints
 from hyperpod_plugins.recovery.shutdown import JobShutdown, restart_without_missing
 from hyperpod_plugins.recovery.step import end_generation_for_return
@@ -48,7 +48,7 @@ def member_of_one(replacement_timeout_s=1.0, num_ranks=1):
         JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
         worker_id=0,
         world=WorldPlan.initial(num_ranks),
-        policy=MembershipPolicy(replacement_timeout_s=replacement_timeout_s),
+        policy=QuorumPolicy(replacement_timeout_s=replacement_timeout_s),
         hangs=HangPolicy(),
     )
     return member, store
@@ -145,7 +145,7 @@ def test_those_that_are_left_write_snapshots_unless_a_checkpoint_is_newer(monkey
     checkpoint.mkdir()
     SavedCheckpoints(member.job_store).add(str(checkpoint), saved_step)
     left = {0: Arrival(incarnation=0, snapshots=(10,), source_snapshots=(10,))}
-    late = ReplacementTimeout(Generation(number=1, arrivals=left), "rank 1 does not come back", restarts_all=True)
+    late = ReplacementTimeout(FormedGeneration(number=1, arrivals=left), "rank 1 does not come back", restarts_all=True)
     snapshots = SimpleNamespace(find=lambda owner, step: (owner, step), is_intact=lambda step: True)
     shutdown = JobShutdown(member, loop_that_saves(str(rescued)))
     nothing = FinalSavePlan(roll_forward=(), savers=(), step=-1)

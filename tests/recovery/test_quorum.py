@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv
@@ -53,7 +53,7 @@ def play(connect):
                 WorldView(job_store, WorldPlan.initial(world_size)),
                 PlanWatcher(connect),
                 worker_id=rank,
-                policy=MembershipPolicy(replacement_timeout_s=timeout_s),
+                policy=QuorumPolicy(replacement_timeout_s=timeout_s),
                 survivors=Survivors(job_store, patience_s=lambda: patience_s, outside_s=outside_s),
             )
             return pool.submit(joiner.join, 1, arrival, time.monotonic())
@@ -145,9 +145,9 @@ def test_survivors_in_a_step_come_again_where_one_is_outside(play, connect):
     job_store = connect()
     until(lambda: job_store.num_arrived(1) == 2)
     worlds = WorldView(job_store, WorldPlan.initial(3))
-    StopReports(
-        job_store, worlds, worker_id=2, incarnation=0, policy=MembershipPolicy(), survivors=idle(job_store)
-    ).tell(1, committed=7, in_step=False, trainer=b"")
+    StopReports(job_store, worlds, worker_id=2, incarnation=0, policy=QuorumPolicy(), survivors=idle(job_store)).tell(
+        1, committed=7, in_step=False, trainer=b""
+    )
     for each in waiting:
         with pytest.raises(MustReenterLoop) as caught:
             each.result(DEADLINE_S)
@@ -225,7 +225,7 @@ def test_who_did_not_come_is_named(play, connect):
 
 def test_only_survivors_that_do_not_come_are_chased(play, connect):
     job_store = connect()
-    policy = MembershipPolicy()
+    policy = QuorumPolicy()
     worlds = WorldView(job_store, WorldPlan.initial(4))
     stopped = StopReports(job_store, worlds, worker_id=1, incarnation=0, policy=policy, survivors=idle(job_store))
     stopped.tell(1, committed=7, in_step=True, trainer=b"")

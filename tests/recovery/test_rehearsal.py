@@ -30,8 +30,8 @@ from hyperpod_plugins.recovery.rehearsal_jobs import (
     STATE_LOST,
     DigestLine,
     DigestLog,
+    DigestPoint,
     PhaseResult,
-    Place,
     RehearsalPlan,
     RehearsedCall,
     RehearsedFault,
@@ -98,9 +98,11 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
         0: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 5}), (3, "state", {"parameter a": 2})],
         1: [(2, "state", {"parameter a": 1}), (2, "gradients", {"gradient a": 6}), (3, "state", {"parameter a": 7})],
     }
-    wanted = {Place(0, rank, step, point): digests for rank, said in lines.items() for step, point, digests in said}
-    wanted[Place(0, 1, 2, "gradients")] = {"gradient a": 5}
-    wanted[Place(0, 1, 3, "state")] = {"parameter a": 2}
+    wanted = {
+        DigestPoint(0, rank, step, point): digests for rank, said in lines.items() for step, point, digests in said
+    }
+    wanted[DigestPoint(0, 1, 2, "gradients")] = {"gradient a": 5}
+    wanted[DigestPoint(0, 1, 3, "state")] = {"parameter a": 2}
     for rank, said in lines.items():
         log = DigestLog(tmp_path, rank)
         for line in said:
@@ -116,7 +118,7 @@ def test_the_earliest_difference_is_found_among_the_lines_of_all_processes(tmp_p
 
 
 def test_a_gradient_that_one_job_alone_has_is_of_an_earlier_step_but_a_batch_is_not():
-    wanted = {Place(0, 0, 2, "gradients"): {"batch 0": 1, "batch 1": 2, "gradient a": 3, "gradient b": 4}}
+    wanted = {DigestPoint(0, 0, 2, "gradients"): {"batch 0": 1, "batch 1": 2, "gradient a": 3, "gradient b": 4}}
 
     def found(**digests):
         return first_difference(wanted, [DigestLine(rank=0, step=2, point="gradients", digests=digests)])
@@ -128,7 +130,7 @@ def test_a_gradient_that_one_job_alone_has_is_of_an_earlier_step_but_a_batch_is_
 
 
 def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
-    wanted = {Place(0, 0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
+    wanted = {DigestPoint(0, 0, 2, "state"): {"logged loss": 1, "logged val": 2, "parameter a": 3}}
 
     def found(**digests):
         lines = [DigestLine(rank=0, step=2, point="state", digests={"parameter a": 3, **digests})]
@@ -143,7 +145,7 @@ def test_another_ranks_logged_value_is_told_apart_from_one_that_is_missing():
 
 
 def test_what_differs_without_a_fault_is_not_compared_unless_it_is_what_is_trained():
-    places = [Place(0, 0, 2, "state"), Place(0, 1, 2, "state")]
+    places = [DigestPoint(0, 0, 2, "state"), DigestPoint(0, 1, 2, "state")]
     one = {place: {"gradient a": 1, "callback Timer.now": 2} for place in places}
     assert unsteady_names(one, one) == set()
     assert unsteady_names(one, one | {places[1]: {"gradient a": 1}}) == {"callback Timer.now"}
@@ -210,7 +212,7 @@ def test_a_difference_in_an_earlier_call_comes_first_whatever_its_step(tmp_path)
 
 
 def test_a_call_that_ran_twice_differs_since_the_first_time():
-    wanted = {Place(1, rank, 0, "state"): {"parameter a": 1} for rank in range(2)}
+    wanted = {DigestPoint(1, rank, 0, "state"): {"parameter a": 1} for rank in range(2)}
     lines = [
         DigestLine(entry=1, rank=0, step=0, point="state", digests={"parameter a": 1}, after=frozenset({"vote"})),
         DigestLine(

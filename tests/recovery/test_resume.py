@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, publish_elastic_spec
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import PeerLost, RecoveryTimeout, StateLost
 from hyperpod_plugins.recovery.stop_reports import (
@@ -39,7 +39,7 @@ def job_store(store):
 
 
 def stops(store, rank, incarnation=0, timeout_s=60.0, patience_s=60.0, outside_s=60.0, kind=JobStore):
-    policy = MembershipPolicy(replacement_timeout_s=timeout_s)
+    policy = QuorumPolicy(replacement_timeout_s=timeout_s)
     job_store = kind(store)
     return StopReports(
         job_store,

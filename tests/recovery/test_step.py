@@ -13,7 +13,7 @@ from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.recovery import NO_STATE, Arrival, RetryPolicy, StepTransaction, step
 from hyperpod_plugins.recovery.protocols import StepFailed
-from hyperpod_plugins.recovery.quorum import Generation, MustReenterLoop, ReplacementTimeout
+from hyperpod_plugins.recovery.quorum import FormedGeneration, MustReenterLoop, ReplacementTimeout
 from hyperpod_plugins.recovery.watchdog import StepTimes
 
 
@@ -40,7 +40,7 @@ class Others:
         group_health.reset()
         if self.outside is not None:
             raise MustReenterLoop(self.generation)
-        formed = Generation(number=self.generation, arrivals={0: arrival, 1: self.peer})
+        formed = FormedGeneration(number=self.generation, arrivals={0: arrival, 1: self.peer})
         if not self.is_replaced:
             raise ReplacementTimeout(formed, "a test", restarts_all=False)
         return formed

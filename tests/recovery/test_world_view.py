@@ -7,7 +7,12 @@ import torch.distributed as dist
 
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, Layout, publish_elastic_spec
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticPolicy,
+    ElasticSpec,
+    ReplicaLayout,
+    publish_elastic_spec,
+)
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.errors import StateLost
 from hyperpod_plugins.recovery.watchdog import Heartbeat
@@ -21,7 +26,7 @@ def worlds(*shard_degrees, world_size=4):
     job_store, world = JobStore(dist.HashStore()), WorldPlan.initial(world_size)
     publish_initial_world(job_store, world)
     if shard_degrees:
-        layouts = tuple(Layout(shard_degree=degree, sizes=(1, 2)) for degree in shard_degrees)
+        layouts = tuple(ReplicaLayout(shard_degree=degree, sizes=(1, 2)) for degree in shard_degrees)
         publish_elastic_spec(
             job_store, ElasticSpec(policy=POLICY, replica_size=shard_degrees[0], sizes=(1, 2), layouts=layouts)
         )

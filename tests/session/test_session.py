@@ -23,7 +23,7 @@ from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
-from hyperpod_plugins.elastic.membership.quorum_policy import MembershipPolicy
+from hyperpod_plugins.elastic.membership.quorum_policy import QuorumPolicy
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.elastic.store.job_store import RESTART_KEY
@@ -277,7 +277,7 @@ def member(monkeypatch, session):
         JobEnv(store_host="127.0.0.1", store_port=store.port, run_id="job"),
         worker_id=0,
         world=WorldPlan.initial(1),
-        policy=MembershipPolicy(),
+        policy=QuorumPolicy(),
         hangs=HangPolicy(),
     )
     yield session._member

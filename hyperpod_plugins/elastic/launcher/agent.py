@@ -34,7 +34,7 @@ from hyperpod_plugins.elastic.launcher.agent_state import (
     NodeStatus,
     next_agent_action,
 )
-from hyperpod_plugins.elastic.launcher.departure import DONE_KEY, PART_FOR_LEAVING, Departure, ExitBarrier
+from hyperpod_plugins.elastic.launcher.departure import DONE_KEY, PART_FOR_LEAVING, ExitBarrier, NodeDeparture
 from hyperpod_plugins.elastic.launcher.local_workers import (
     KILLED_S,
     LocalWorkers,
@@ -49,8 +49,8 @@ from hyperpod_plugins.elastic.launcher.signal_queue import STUCK_S, SignalQueue,
 from hyperpod_plugins.elastic.membership.admission import uses_recovery, world_or_none
 from hyperpod_plugins.elastic.membership.restart_policy import (
     NOT_NEEDED,
+    ExitAction,
     JobRestart,
-    Remedy,
     RestartBudget,
     RestartPolicy,
     WorkerExit,
@@ -58,9 +58,9 @@ from hyperpod_plugins.elastic.membership.restart_policy import (
 )
 from hyperpod_plugins.elastic.rendezvous.handler import HyperPodRendezvousHandler
 from hyperpod_plugins.elastic.rendezvous.keep_alive import MALFORMED, record_worker_exit
-from hyperpod_plugins.elastic.store.early_departures import EarlyDeparture
 from hyperpod_plugins.elastic.store.entry_records import restart_from_newest
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, JobStore
+from hyperpod_plugins.elastic.store.loop_exits import LoopExit
 from hyperpod_plugins.elastic.store.records import FailureRecord
 
 logger = get_logger(__name__)
@@ -98,7 +98,7 @@ class HyperPodAgent(SimpleElasticAgent):
         self._workers = LocalWorkers(options.program, options.fork_server, dict(options.environ))
         self._inbox.on_ending(self._exit_in_time)
         self._exits = WorkerExits(self.node, self._workers, self._inbox, options.restarts)
-        self._departure = Departure(self.node, self._workers)
+        self._departure = NodeDeparture(self.node, self._workers)
         self.exit = ExitBarrier(
             self.node, handler, limit_s=self._exit_barrier_timeout, poll_interval_s=options.monitor_interval_s
         )
@@ -337,14 +337,14 @@ class WorkerExits:
             return
         loss = self._look(slot, code)
         budget = self._budgets.setdefault(slot.worker_id, RestartBudget(self._policy))
-        remedy, why = loss.decide(budget.why_not_replace(loss, slot.uptime_s, time.monotonic()))
-        if remedy is Remedy.REPLACE:
+        exit_action, why = loss.decide(budget.why_not_replace(loss, slot.uptime_s, time.monotonic()))
+        if exit_action is ExitAction.REPLACE:
             self._replace(slot, code, failure)
-        elif remedy is Remedy.RESTART_ALL:
+        elif exit_action is ExitAction.RESTART_ALL:
             self._request_restart(slot, loss, failure)
         else:
             node.record_failure(slot, code)
-            if remedy is Remedy.EXCLUDE:
+            if exit_action is ExitAction.EXCLUDE:
                 self._exclude_node(failure, why)
             else:
                 node.stop_job(failure, why)
@@ -369,7 +369,7 @@ class WorkerExits:
         node, job_store, worker_id = self._node, self._node.job_store, slot.worker_id
         given_up, is_armed = job_store.try_get(GAVE_UP_KEY), job_store.is_armed
         error = error_of(slot) if code > 0 else ""
-        left = EarlyDeparture.of_process(job_store, worker_id, slot.incarnation)
+        left = LoopExit.of_process(job_store, worker_id, slot.incarnation)
         # A kill after `break` is no failed attempt at the loop.
         is_attempt = left is not None and not is_of_peer(error) and (code > 0 or left.error != "")
         node.uses_recovery |= uses_recovery(job_store)

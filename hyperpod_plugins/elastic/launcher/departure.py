@@ -1,4 +1,4 @@
-"""How a node leaves: while the job continues without it (`Departure`), or when all workers are done (`ExitBarrier`)."""
+"""How a node leaves: while the job continues (`NodeDeparture`), or when all workers are done (`ExitBarrier`)."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ DONE_KEY = "agent/done"  # key .../NODE: all workers of that node have succeeded
 _LEFT = "agent/left"  # key .../NODE: that node no longer needs the rendezvous
 
 
-class Departure:
+class NodeDeparture:
     """Announces that this node leaves, and ends its workers once the job continues without them."""
 
     def __init__(self, node: NodeStatus, workers: LocalWorkers) -> None:

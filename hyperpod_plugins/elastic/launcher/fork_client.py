@@ -94,7 +94,7 @@ class ForkServerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ProcessStarted:
     """A process has been started."""
 
     request_id: int
@@ -102,7 +102,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnded:
     """A process has ended."""
 
     request_id: int
@@ -142,7 +142,7 @@ class ForkServerProcess:
         return self._lines.fileno()
 
     def start(self, start: SpawnRequest) -> None:
-        """Request a process; the answer is a `Started`."""
+        """Request a process; the answer is a `ProcessStarted`."""
         self._send({"start": asdict(start)})
 
     def send_signal(self, request_id: int, number: int, *, group: bool, last: bool) -> None:
@@ -152,15 +152,15 @@ class ForkServerProcess:
         """
         self._send({"signal": int(number), "request_id": request_id, "group": group, "last": last})
 
-    def poll_events(self) -> list[Started | Ended]:
+    def poll_events(self) -> list[ProcessStarted | ProcessEnded]:
         """Return the events since the last call; never blocks."""
-        news: list[Started | Ended] = []
+        news: list[ProcessStarted | ProcessEnded] = []
         for message in self._lines.receive():
             match message:
                 case {"started": request_id, "pid": pid}:
-                    news.append(Started(request_id, pid))
+                    news.append(ProcessStarted(request_id, pid))
                 case {"ended": request_id, "code": code}:
-                    news.append(Ended(request_id, code))
+                    news.append(ProcessEnded(request_id, code))
                 case _:
                     self.is_ready = True
         return news

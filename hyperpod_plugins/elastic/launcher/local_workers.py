@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from hyperpod_plugins.elastic.launcher.fork_client import (
     ForkServerOptions,
     ForkServerProcess,
+    ProcessStarted,
     ProgramKind,
     SpawnRequest,
-    Started,
     wait_readable,
 )
 from hyperpod_plugins.elastic.launcher.logs import ProcessLogs, Sink, Tee
@@ -153,7 +153,7 @@ class LocalWorkers:
             slot = slots.get(event.request_id)
             if slot is None:
                 continue
-            if isinstance(event, Started):
+            if isinstance(event, ProcessStarted):
                 slot.pid, slot.started_s = event.pid, time.monotonic()
             else:
                 slot.status = WorkerStatus.LOST if event.code else WorkerStatus.DONE

@@ -165,7 +165,7 @@ def _after_loss(view: ReplicaView, policy: ElasticPolicy, target: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ReplicaLayout:
     """Degrees of one replica, and the allowed numbers of such replicas."""
 
     shard_degree: int
@@ -194,7 +194,7 @@ class Layout:
         return f"shard degree {self.shard_degree}{tensor} with {fewest} rank{'s' * (fewest > 1)} or more"
 
 
-def sort_layouts(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]) -> tuple[Layout, ...]:
+def sort_layouts(layouts: Sequence[ReplicaLayout], *, wanted: Sequence[tuple[int, int]]) -> tuple[ReplicaLayout, ...]:
     """Sort layouts into the order in which they are tried: the wanted ones first, then the largest replicas.
 
     Among replicas of equal size, the tensor degree of the last wanted entry comes first, then the larger shard
@@ -206,25 +206,25 @@ def sort_layouts(layouts: Sequence[Layout], *, wanted: Sequence[tuple[int, int]]
     """
     tensor = wanted[-1][1] if wanted else 1
 
-    def rank(layout: Layout) -> tuple[int, int, bool, int]:
+    def rank(layout: ReplicaLayout) -> tuple[int, int, bool, int]:
         place = wanted.index(layout.degrees) if layout.degrees in wanted else len(wanted)
         return place, -layout.replica_size, layout.tensor_degree != tensor, -layout.shard_degree
 
     return tuple(sorted(layouts, key=rank))
 
 
-def first_that_fits(layouts: Sequence[Layout], num_ranks: int) -> Layout | None:
+def first_that_fits(layouts: Sequence[ReplicaLayout], num_ranks: int) -> ReplicaLayout | None:
     """Return the first layout that `num_ranks` ranks can form; None if they are too few for all of them."""
     return next((layout for layout in layouts if layout.replicas_in(num_ranks)), None)
 
 
-def what_would_fit(layouts: Sequence[Layout], num_ranks: int) -> str:
+def what_would_fit(layouts: Sequence[ReplicaLayout], num_ranks: int) -> str:
     """Explain in a sentence why no layout fits `num_ranks` ranks, and what would fit."""
     allowed = ", or ".join(map(str, layouts)) or "only the degrees that it began with"
     return f"{num_ranks} ranks are left, and this job may have {allowed}"
 
 
-def choose(layouts: Sequence[Layout], num_ranks: int) -> Layout:
+def choose(layouts: Sequence[ReplicaLayout], num_ranks: int) -> ReplicaLayout:
     """Like `first_that_fits`, but raises if no layout fits.
 
     Raises:
@@ -252,7 +252,7 @@ class ElasticSpec(JsonRecord):
     sizes: tuple[int, ...]
     """Numbers of replicas that the policy allows and that can share the global batch."""
     tensor_degree: int = 1
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[ReplicaLayout, ...] = ()
     """Layouts with which all workers may restart, in the order in which they are tried."""
 
     @property

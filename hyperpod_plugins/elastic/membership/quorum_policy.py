@@ -13,7 +13,7 @@ BETWEEN_CALLS = "between two calls of the program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MembershipPolicy:
+class QuorumPolicy:
     """How long members wait for each other."""
 
     replacement_timeout_s: float = 300.0
@@ -50,7 +50,7 @@ class QuorumAction(enum.Enum):
     GIVE_UP = "a rank has been missing for too long"
 
 
-def next_action(view: QuorumView, policy: MembershipPolicy) -> QuorumAction:
+def next_action(view: QuorumView, policy: QuorumPolicy) -> QuorumAction:
     """Decide what to do next; an arrived process that has been replaced since does not count."""
     if not view.missing:
         return QuorumAction.FORM
@@ -69,7 +69,7 @@ class GenerationBudget:
         self._max_rounds = max_generations
         self._began: tuple[int, int, float] | None = None
 
-    def why_not_another(self, committed: int, number: int, now_s: float, policy: MembershipPolicy) -> str | None:
+    def why_not_another(self, committed: int, number: int, now_s: float, policy: QuorumPolicy) -> str | None:
         """Return why no further generation should be tried; None to try this one.
 
         Args:

@@ -12,7 +12,12 @@ from hyperpod_plugins.elastic.membership.admission import (
     candidates,
     num_complete_replicas,
 )
-from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, Layout, elastic_spec_of, first_that_fits
+from hyperpod_plugins.elastic.membership.elastic_spec import (
+    ElasticSpec,
+    ReplicaLayout,
+    elastic_spec_of,
+    first_that_fits,
+)
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.elastic.store.world import WorldPlan
@@ -27,7 +32,7 @@ _INITIAL_WORLD_WAIT_S = 1800.0
 
 def restart_layout(
     job_store: JobStore, spec: ElasticSpec, world: WorldPlan, missing: Mapping[int, int], waited_s: float
-) -> Layout | None:
+) -> ReplicaLayout | None:
     """Choose the layout with which all workers restart if the survivors cannot form a world with the present degrees.
 
     The arguments are those of `Admission.world_without`. Returns None if they can, to wait and call again, or if no

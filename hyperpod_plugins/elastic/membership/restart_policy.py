@@ -102,7 +102,7 @@ class RestartBudget:
         return None
 
 
-class Remedy(enum.Enum):
+class ExitAction(enum.Enum):
     """What to do when a worker ends before its work is done."""
 
     REPLACE = "another process replaces it, and the others continue"
@@ -156,22 +156,22 @@ class WorkerExit:
         return self.error.partition(":")[0] in _REFUSALS
 
     @property
-    def remedy(self) -> Remedy:
+    def exit_action(self) -> ExitAction:
         """What to do by the kind of failure alone; see `decide`."""
         if self.code in (GAVE_UP, NOT_NEEDED):
-            return Remedy.REPLACE  # `RestartBudget` handles both codes
+            return ExitAction.REPLACE  # `RestartBudget` handles both codes
         if self.has_left_loop and self._is_refusal:
-            return Remedy.END  # another process would fail the same way
+            return ExitAction.END  # another process would fail the same way
         if self.is_armed and (self.has_begun or self.code < 0):
-            return Remedy.REPLACE
+            return ExitAction.REPLACE
         if not self.uses_recovery:
-            return Remedy.END  # without recovery the program would redo everything and overwrite its output
+            return ExitAction.END  # without recovery the program would redo everything and overwrite its output
         if self._is_refusal:
-            return Remedy.END  # a restart would fail the same way
+            return ExitAction.END  # a restart would fail the same way
         can_start_again = self.is_needed and self.can_all_start and self.may_restart
-        return Remedy.RESTART_ALL if can_start_again else Remedy.END
+        return ExitAction.RESTART_ALL if can_start_again else ExitAction.END
 
-    def decide(self, over_budget: str | None) -> tuple[Remedy, str]:
+    def decide(self, over_budget: str | None) -> tuple[ExitAction, str]:
         """Decide what to do, and why the worker is not replaced; the reason is empty for REPLACE and RESTART_ALL.
 
         Args:
@@ -179,19 +179,19 @@ class WorkerExit:
         """
         can_blame_node = self.given_up is None and self.is_armed and self.has_slots
         is_node_blamed = can_blame_node and (not self.is_needed or (self.is_unproven and self.code != GAVE_UP))
-        if self.remedy is Remedy.RESTART_ALL and self.given_up is None and not is_node_blamed:
-            return Remedy.RESTART_ALL, ""
+        if self.exit_action is ExitAction.RESTART_ALL and self.given_up is None and not is_node_blamed:
+            return ExitAction.RESTART_ALL, ""
         refusal = self._why_not_replace(over_budget)
         if refusal is None:
-            return Remedy.REPLACE, ""
-        return Remedy.EXCLUDE if is_node_blamed else Remedy.END, refusal
+            return ExitAction.REPLACE, ""
+        return ExitAction.EXCLUDE if is_node_blamed else ExitAction.END, refusal
 
     def _why_not_replace(self, over_budget: str | None) -> str | None:
         if self.given_up is not None:
             return f"the job has given up: {self.given_up}"
-        if self.remedy is Remedy.END and self.has_left_loop and self._is_refusal:
+        if self.exit_action is ExitAction.END and self.has_left_loop and self._is_refusal:
             return "another process would fail in the same way"
-        if self.remedy is Remedy.END and self.code > 0 and self.uses_recovery:
+        if self.exit_action is ExitAction.END and self.code > 0 and self.uses_recovery:
             return "it failed on its own outside of the program's steps"
         if not self.is_armed:
             return (

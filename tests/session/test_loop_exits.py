@@ -10,7 +10,7 @@ import atexit
 from hyperpod_plugins.session.transaction import Transactions
 
 class Engine:
-    def await_departures(self):
+    def await_loop_exits(self):
         raise {error}("cannot tell")
 
 steps = Transactions.__new__(Transactions)

@@ -3,10 +3,10 @@
 A process that leaves its loop cannot know whether the program catches the exception, or whether the other ranks leave
 the loop, too. It records in the job store that it has left:
 
-* its agent reads the record when the process ends (`EarlyDeparture.of_process`), and counts attempts at one place of
+* its agent reads the record when the process ends (`LoopExit.of_process`), and counts attempts at one place of
   a loop;
-* ranks that stop for a fault look whether another one has left for good (`EarlyDepartures.present`);
-* once all ranks have left, the loop is over (`EarlyDepartures.have_all_left`).
+* ranks that stop for a fault look whether another one has left for good (`LoopExits.present`);
+* once all ranks have left, the loop is over (`LoopExits.have_all_left`).
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ _OF_PROCESS, _OF_ENTRY, _ATTEMPTS = "left_loop", "left_early", "raised_at"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyDeparture(JsonRecord):
+class LoopExit(JsonRecord):
     """A loop that a process has left before its end."""
 
     worker_id: int
@@ -68,7 +68,7 @@ class EarlyDeparture(JsonRecord):
         return max(len({generation for generation, _ in pairs}), *per_worker.values())
 
 
-class EarlyDepartures:
+class LoopExits:
     """The records of one entry, as one process reads them: each of them once. For one thread."""
 
     def __init__(self, job_store: JobStore, entry: int) -> None:
@@ -78,12 +78,12 @@ class EarlyDepartures:
         self._missing: list[int] = []
         """Numbers of records that have been counted, but are not written yet, or never will: their writers were
         lost."""
-        self._newest: dict[int, EarlyDeparture] = {}
+        self._newest: dict[int, LoopExit] = {}
         """The record of the newest process of each worker."""
         self._members: defaultdict[int, set[int]] = defaultdict(set)
         """The workers that have left, by the last generation that they were part of."""
 
-    def present(self) -> Mapping[int, EarlyDeparture]:
+    def present(self) -> Mapping[int, LoopExit]:
         """By worker_id, the processes that have left the entry early and have not been replaced since.
 
         Raises:
@@ -113,7 +113,7 @@ class EarlyDepartures:
         wanted = [*self._missing, *range(self._num_seen + 1, number + 1)]
         names = {f"{self._name}/{each}": each for each in wanted}
         found = self._job_store.try_get_all(list(names)) if names else {}
-        for left in map(EarlyDeparture.from_json, found.values()):
+        for left in map(LoopExit.from_json, found.values()):
             known = self._newest.get(left.worker_id)
             if known is None or known.incarnation <= left.incarnation:
                 self._newest[left.worker_id] = left
