@@ -1,10 +1,11 @@
-"""Full against hybrid sharding over a slow link: bytes and time per step, measured and predicted.
+"""Full against hybrid sharding over a slow link, and full sharding in two stages: bytes and time per step.
 
     sudo python benchmarks/hsdp_traffic.py --megabits 300
 
 Two network namespaces stand for two nodes, with two ranks each; a token bucket limits the link between them. Full
-sharding spreads the model over all four ranks, hybrid sharding over the two of a node. traffic_model.py derives what
-to expect.
+sharding spreads the model over all four ranks, hybrid sharding over the two of a node. In two stages, full sharding has
+collectives within nodes and across them (parallel/node_collectives.py). traffic_model.py derives what to expect.
+With --megabits 0 the link is not limited. How gathers go is measured as a run starts; its bytes show what was chosen.
 """
 
 import os
@@ -27,16 +28,17 @@ RANKS_PER_NODE = 2
 WIDTH = 512
 DEPTH = 4
 MODEL_BYTES = 4 * DEPTH * WIDTH * WIDTH
-PORT = {Sharding.FULL: 29501, Sharding.HYBRID: 29502}
+PORT = {Sharding.FULL: 29501, Sharding.HYBRID: 29502, Sharding.STAGED: 29503}
 COLUMNS = ("k", "sharding", "step s", "least s", "node egress MB", "predicted MB", "measured / predicted")
 
 
 def train(turns: Iterator[int], sharding: Sharding, nodes: list[Node], micro_steps: int) -> None:
     """Train with accumulation: gradients are reduce-scattered every micro-step, replicas averaged once a step."""
     join_node(nodes, sharding)
-    shard_degree = NODES * RANKS_PER_NODE if sharding is Sharding.FULL else RANKS_PER_NODE
+    shard_degree = RANKS_PER_NODE if sharding is Sharding.HYBRID else NODES * RANKS_PER_NODE
     config = ParallelConfig(hybrid_shard_degree=shard_degree, block_classes=("Linear",))
-    mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=RANKS_PER_NODE), "cpu")
+    per_node = 0 if sharding is Sharding.FULL else RANKS_PER_NODE  # 0: nothing is known of nodes
+    mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=per_node), "cpu")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     parallelize(model, mesh, config)
@@ -57,6 +59,8 @@ def join_node(nodes: list[Node], sharding: Sharding) -> None:
     netns.enter(nodes[rank // RANKS_PER_NODE].namespace)
     os.environ.update(
         GLOO_SOCKET_IFNAME=netns.INTERFACE,
+        LOCAL_WORLD_SIZE=str(RANKS_PER_NODE),
+        LOCAL_RANK=str(rank % RANKS_PER_NODE),
         MASTER_ADDR=nodes[0].address,
         MASTER_PORT=str(PORT[sharding]),
         TORCHELASTIC_USE_AGENT_STORE="False",
@@ -80,7 +84,7 @@ def measure(micro_steps: int, megabits: float, schedule: harness.Schedule) -> ha
                 kwargs={"sharding": sharding, "nodes": nodes, "micro_steps": micro_steps},
                 meter=node_egress,
             )
-            for sharding in (Sharding.HYBRID, Sharding.FULL)
+            for sharding in (Sharding.HYBRID, Sharding.FULL, Sharding.STAGED)
         ]
         return harness.compare(f"k = {micro_steps}", contenders, schedule)
 
@@ -100,7 +104,7 @@ def finding(run: harness.Run, micro_steps: int, megabits: float) -> dict[str, An
         "micro_steps": micro_steps,
         "sharding": run.name,
         "step_s": spread(run.step_s).median,
-        "least_s": link_seconds(predicted, megabits * 1e6),
+        "least_s": link_seconds(predicted, megabits * 1e6) if megabits else 0.0,
         "egress_bytes": measured,
         "predicted_bytes": predicted,
     }
@@ -126,8 +130,9 @@ def print_findings(findings: list[dict[str, Any]], megabits: float) -> None:
 def print_ratios(comparisons: dict[int, harness.Comparison], findings: list[dict[str, Any]]) -> None:
     """Print full over hybrid, beside what gloo, an ideal ring and a large cluster should show."""
     for micro_steps, comparison in comparisons.items():
-        hybrid, full = (f for f in findings if f["micro_steps"] == micro_steps)
+        hybrid, full, staged = (f for f in findings if f["micro_steps"] == micro_steps)
         seconds = report.ratio_to_reference(comparison, comparison.runs[1])
+        of_staged = report.ratio_to_reference(comparison, comparison.runs[2])
         here = {"nodes": NODES, "ranks_per_node": RANKS_PER_NODE, "micro_steps": micro_steps}
         print(
             f"k = {micro_steps}: full / hybrid: time {seconds.median:.2f} ({seconds.low:.2f} .. {seconds.high:.2f}), "
@@ -136,12 +141,19 @@ def print_ratios(comparisons: dict[int, harness.Comparison], findings: list[dict
             f"{egress_ratio(**here):.2f} with ring reduce-scatters, "
             f"{egress_ratio(**{**here, 'nodes': 1000}):.2f} on many nodes"
         )
+        print(
+            f"k = {micro_steps}: full in two stages / full: time {of_staged.median / seconds.median:.2f}, bytes "
+            f"{staged['egress_bytes'] / full['egress_bytes']:.2f}; predicted bytes: "
+            f"{staged['predicted_bytes'] / full['predicted_bytes']:.2f}"
+        )
 
 
 def main() -> None:
     harness.leave_cleanly_on_sigterm()
     parser = harness.argument_parser("Full against hybrid sharding over a slow link.")
-    parser.add_argument("--megabits", type=float, default=300, help="bandwidth of the link in each direction, Mbit/s")
+    parser.add_argument(
+        "--megabits", type=float, default=300, help="bandwidth of the link in each direction, Mbit/s; 0: no limit"
+    )
     parser.add_argument("--micro-steps", type=int, nargs="+", default=[1, 2, 4], help="accumulation factors to try")
     arguments = parser.parse_args()
     if reason := netns.why_not():

@@ -45,7 +45,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_nodes(megabits_per_s: float) -> Iterator[list[Node]]:
-    """Two namespaces joined by a link of that bandwidth in each direction; gone when the block is left."""
+    """Two namespaces joined by a link of that bandwidth in each direction, 0: no limit; gone when the block is left."""
     remove_stale()
     nodes = [Node(namespace=f"{PREFIX}{os.getpid()}-{index}", address=f"10.231.0.{index + 1}") for index in range(2)]
     try:
@@ -59,7 +59,8 @@ def two_nodes(megabits_per_s: float) -> Iterator[list[Node]]:
             _run(f"{inside} link set lo up")
             _run(f"{inside} link set {INTERFACE} up")
             limit = f"tbf rate {megabits_per_s}mbit burst 128kb latency 100ms"
-            _run(f"tc -n {node.namespace} qdisc add dev {INTERFACE} root {limit}")
+            if megabits_per_s:
+                _run(f"tc -n {node.namespace} qdisc add dev {INTERFACE} root {limit}")
         yield nodes
     finally:
         for node in nodes:

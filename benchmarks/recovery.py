@@ -229,6 +229,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fault-step", type=int, default=125, help="step that is interrupted (default: 125)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with one of these words in their name")
     parser.add_argument("--rounds", type=int, default=900, help="of each part where nothing fails (default: 900)")
+    parts = range(1, len(overhead.PARTS) + 1)
+    parser.add_argument(
+        "--parts", type=int, nargs="+", choices=parts, default=[*parts], help="comparisons where nothing fails"
+    )
     parser.add_argument("--skip-overhead", action="store_true", help="leave out the part where nothing fails")
     parser.add_argument("--quick", action="store_true", help="see that it works; the figures mean nothing")
     parser.add_argument(
@@ -264,7 +268,7 @@ def main() -> int:
         draw_picture(records, asked.json.with_suffix(""))
     if not asked.skip_overhead:
         comparisons = []
-        for part in overhead.PARTS:
+        for part in (overhead.PARTS[number - 1] for number in asked.parts):
             comparison = overhead.compare(overhead_schedule(asked), part)
             report.print_comparison(comparison)
             _, on, control = comparison.runs

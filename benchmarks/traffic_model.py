@@ -22,6 +22,11 @@ all-reduces its shard of S/ranks bytes over a ring that has one rank per node; a
 Their ratio is 1.5 * k for many nodes and larger for few: 2.25 * k for two nodes of two ranks. It is not the ratio of
 bytes per rank, which grows with the ranks in a node and which no network sees.
 
+Full sharding in two stages (`parallel/node_collectives.py`) gathers across nodes, then within them, and reduces within
+nodes, then across them. Only one copy of each part crosses, in messages among the ranks of one index on their nodes:
+
+    k * 3 * (nodes - 1)/nodes * S
+
 Full sharding can also keep whole gradients between micro-steps (`set_requires_gradient_sync(False)`), at the price of
 the memory it was chosen to save; then it is (2 k + 1) rings instead of 3 k.
 
@@ -39,6 +44,8 @@ class Sharding(Enum):
 
     FULL = "full"
     """Over all ranks of all nodes."""
+    STAGED = "full, two stages"
+    """The same; what crosses nodes and what stays within them are collectives of their own."""
     HYBRID = "hybrid"
     """Over the ranks of one node; nodes are replicas."""
 
@@ -71,6 +78,8 @@ def node_egress_bytes(
         return 0.0
     if sharding is Sharding.HYBRID:
         return 2 * (nodes - 1) / nodes * model_bytes
+    if sharding is Sharding.STAGED:
+        return micro_steps * 3 * (nodes - 1) / nodes * model_bytes
     num_ranks = nodes * ranks_per_node
     rings = 4 if reduce_scatter_is_all_reduce else 3
     return micro_steps * rings * (num_ranks - 1) / num_ranks * model_bytes

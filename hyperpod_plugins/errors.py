@@ -143,7 +143,10 @@ class UnitsDiffer(HyperPodError, RuntimeError):
 
 
 class GatheredParametersWritten(HyperPodError, RuntimeError):
-    """The program wrote to sharded parameters while they were gathered, which would be lost; nothing was updated."""
+    """The program wrote to sharded parameters while they were gathered; no optimizer has stepped.
+
+    The write is lost, or with a shard degree of 1 it is in the state of this rank.
+    """
 
 
 class NonFiniteError(HyperPodError, RuntimeError):

@@ -179,7 +179,7 @@ class QueuedGroup:
                 return False
             call = getattr(gloo.group, name)
             if "reduce_scatter" in name:  # gloo's own has waits that do not end
-                under_way = reduce_scatter(gloo.group, call, *args, **kwargs)
+                under_way = reduce_scatter(gloo.group, call, True, *args, **kwargs)
             else:
                 under_way = call(*args, **kwargs)
             while not self._aborted.is_set():

@@ -109,7 +109,7 @@ def _collective(name):
         copies, rest = staged(tensors), [staged(each) for each in args]
         method = getattr(self._gloo, name)
         if "reduce_scatter" in name:  # gloo's own has waits that do not end
-            under_way = reduce_scatter(self._gloo, method, copies, *rest, **kwargs)
+            under_way = reduce_scatter(self._gloo, method, True, copies, *rest, **kwargs)
         else:
             under_way = method(copies, *rest, **kwargs)
         outputs = () if name == "send" else tensors

@@ -61,8 +61,11 @@ class Transformer(nn.Module):
 class Sentences(Dataset[Tensor]):
     """Rows of `SEQUENCE + 1` tokens, each three to six further than the one before it."""
 
+    def __init__(self, number: int) -> None:
+        self._number = number
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self._number
 
     def __getitem__(self, index: int) -> Tensor:
         draw = torch.Generator().manual_seed(1_000_003 * (index + 1))
@@ -80,8 +83,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_loader(rank: int, world_size: int, batch: int = BATCH) -> DataLoader[Tensor]:
-    sampler = DistributedSampler(Sentences(), num_replicas=world_size, rank=rank, shuffle=True, seed=7)
-    return DataLoader(Sentences(), batch_size=batch, sampler=sampler)
+    sentences = Sentences(SAMPLES * batch // BATCH)
+    sampler = DistributedSampler(sentences, num_replicas=world_size, rank=rank, shuffle=True, seed=7)
+    return DataLoader(sentences, batch_size=batch, sampler=sampler)
 
 
 def batches_from(step: int, rank: int, world_size: int) -> Iterator[Tensor]:

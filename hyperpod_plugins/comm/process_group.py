@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, Store
+from typing_extensions import override
 
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.comm.options import CommOptions, GroupKey
@@ -28,6 +29,7 @@ from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.traffic import Collective
 from hyperpod_plugins.comm.transport import InnerGroup, transport_message
 from hyperpod_plugins.comm.work import FinishedWork, ResilientWork, no_op_group, raise_peer_lost, reduce_scatter
+from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import CommError, LoopError, PeerLost
 
 
@@ -61,6 +63,11 @@ class DelegatingGroup(dist.ProcessGroup):
     def inner(self) -> dist.ProcessGroup:
         """The group that runs the collectives now."""
         raise NotImplementedError
+
+    @property
+    def exchanges_parts(self) -> bool:
+        """Whether members exchange parts in a reduce-scatter over gloo; the same for all of them."""
+        return False
 
     def _issue(
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
@@ -105,19 +112,19 @@ class DelegatingGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce one tensor per member and keep this rank's own."""
         inner = self.inner
-        call = partial(reduce_scatter, inner, inner.reduce_scatter)
+        call = partial(reduce_scatter, inner, inner.reduce_scatter, self.exchanges_parts)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
 
     def reduce_scatter_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce one tensor and keep this rank's part."""
         inner = self.inner
-        call = partial(reduce_scatter, inner, inner._reduce_scatter_base)
+        call = partial(reduce_scatter, inner, inner._reduce_scatter_base, self.exchanges_parts)
         return self._issue("reduce_scatter", input.nbytes, call, output, input, *args, **kwargs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce several tensors and keep this rank's part of each."""
         inner = self.inner
-        call = partial(reduce_scatter, inner, inner.reduce_scatter_tensor_coalesced)
+        call = partial(reduce_scatter, inner, inner.reduce_scatter_tensor_coalesced, self.exchanges_parts)
         return self._issue("reduce_scatter", num_bytes(inputs), call, outputs, inputs, *args, **kwargs)
 
     def all_to_all_single(self, output: Any, input: Any, *args: Any, **kwargs: Any) -> dist.Work:
@@ -265,12 +272,22 @@ class ResilientProcessGroup(DelegatingGroup):
 
         Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
+        self._exchanges_parts: bool | None = None
         self._name, self._description = "", ""
 
     @property
     def is_closed(self) -> bool:
         """Whether the group was destroyed."""
         return self._is_closed
+
+    @property
+    @override
+    def exchanges_parts(self) -> bool:
+        if self._exchanges_parts is None:
+            per_node = WorkerEnv.from_environ().local_world_size
+            nodes = {rank // per_node for rank in dist.get_process_group_ranks(self)}
+            self._exchanges_parts = self._size == 2 or len(nodes) == 1
+        return self._exchanges_parts
 
     @property
     def store_prefix(self) -> str:
@@ -338,7 +355,7 @@ class ResilientProcessGroup(DelegatingGroup):
             )
 
     def _set_members(self, rank: int, global_ranks: Sequence[int]) -> None:
-        self._rank, self._size = rank, len(global_ranks)
+        self._rank, self._size, self._exchanges_parts = rank, len(global_ranks), None
         dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
 
     def reassign(self, key: GroupKey, global_ranks: Sequence[int], rank: int) -> None:

@@ -7,8 +7,12 @@ own:
 
 [Note: reduce-scatter on gloo] torch builds it from all-reduces of copies or, if the caller passes one tensor per
 member, from one reduction to each member. It copies this rank's part out of them in `wait`, ignoring the timeout, and
-its handle never reports completion (torch 2.13). A rank that waits there for a lost peer could not be woken. So the
-same is done here from the same reductions, with bitwise equal results.
+its handle never reports completion (torch 2.13). A rank that waits there for a lost peer could not be woken.
+
+In a group of two members, or on one node, each member sends every other one its part, an all-to-all, and adds what it
+has received in the order of ranks. So the bits do not depend on timing, and half of the bytes of an all-reduce travel.
+Between several nodes the parts of all members would cross the network, of which a ring sends only sums; there, and for
+other reductions and inputs of one tensor per member, it is made of gloo's own reductions as torch does it.
 """
 
 # pybind11's overloads have no signature that a Python override could match, and the method of the inner group that
@@ -33,13 +37,16 @@ from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.errors import PeerLost
 
 _GROUP_TIMEOUT = timedelta(0)
-OptionsT = TypeVar("OptionsT", dist.AllreduceOptions, dist.ReduceOptions)
+OptionsT = TypeVar("OptionsT", dist.AllreduceOptions, dist.AllToAllOptions, dist.ReduceOptions)
 
 
 class ReduceScatterWork(dist.Work):
-    """A reduce-scatter under way, made of reductions of which this rank keeps its parts."""
+    """A reduce-scatter under way, made of collectives whose results this rank adds."""
 
-    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Keep the outputs, and for each of them the summands that the works write."""
         super().__init__()
         self._works, self._outputs, self._parts = list(works), list(outputs), list(parts)
         self._has_copied = False
@@ -49,8 +56,8 @@ class ReduceScatterWork(dist.Work):
         for work in self._works:
             _ = work.wait() if timeout == _GROUP_TIMEOUT else work.wait(timeout)
         if not self._has_copied:
-            for output, part in zip(self._outputs, self._parts, strict=True):
-                output.copy_(part.view_as(output))
+            for output, summands in zip(self._outputs, self._parts, strict=True):
+                output.copy_(_sum(summands).view_as(output))
             self._parts, self._has_copied = [], True
         return True
 
@@ -87,16 +94,18 @@ class ReduceScatterWork(dist.Work):
 def reduce_scatter(
     inner: Any,
     library: Callable[..., dist.Work],
+    exchanges_parts: bool,
     outputs: Any,
     inputs: Any,
     *args: Any,
     **kwargs: Any,
 ) -> dist.Work:
-    """Run a reduce-scatter whose wait can be ended: on gloo with CPU tensors from reductions, otherwise by `library`.
+    """Run a reduce-scatter whose wait can be ended: on gloo with CPU tensors as told above, otherwise by `library`.
 
     Args:
         inner: The inner group, or a no-op group.
         library: Method of `inner`: reduce-scatter of one tensor, of several, or of one tensor per member.
+        exchanges_parts: Whether sums are made of exchanged parts; the same for all members.
         outputs: This rank's part, a tensor, or a list of parts.
         inputs: For each part, the whole tensor (group size x the part), or a list of one tensor per member.
         args: Passed to `library`.
@@ -108,8 +117,14 @@ def reduce_scatter(
     if options is None or not _is_gloo(inner, mine) or not all(map(partial(_fits, inner), given, mine)):
         return library(outputs, inputs, *args, **kwargs)  # which also raises if the arguments are invalid
     works: list[dist.Work] = []
-    parts: list[Tensor] = []
+    parts: list[Sequence[Tensor]] = []
     for each in given:
+        if exchanges_parts and isinstance(each, Tensor) and options.reduceOp == dist.ReduceOp.SUM:
+            received = torch.empty_like(each, memory_format=torch.contiguous_format)
+            to_all = _copy_options(dist.AllToAllOptions(), options)
+            works.append(inner.alltoall_base(received, each.detach().contiguous(), [], [], to_all))
+            parts.append(received.view(inner.size(), -1).unbind())
+            continue
         if isinstance(each, Tensor):
             sums = _copied(each).view(inner.size(), -1)
             works.append(inner.allreduce([sums], _copy_options(dist.AllreduceOptions(), options)))
@@ -119,7 +134,7 @@ def reduce_scatter(
                 to_root = _copy_options(dist.ReduceOptions(), options)
                 to_root.rootRank = root
                 works.append(inner.reduce([part], to_root))
-        parts.append(sums[inner.rank()])
+        parts.append([sums[inner.rank()]])
     return ReduceScatterWork(works, mine, parts)
 
 
@@ -134,8 +149,18 @@ def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:
 
 
 def _copy_options(options: OptionsT, wanted: dist.ReduceScatterOptions) -> OptionsT:
-    options.reduceOp, options.timeout, options.asyncOp = wanted.reduceOp, wanted.timeout, wanted.asyncOp
+    options.timeout, options.asyncOp = wanted.timeout, wanted.asyncOp
+    if not isinstance(options, dist.AllToAllOptions):
+        options.reduceOp = wanted.reduceOp
     return options
+
+
+def _sum(summands: Sequence[Tensor]) -> Tensor:
+    """Add tensors in their order, in place of the first."""
+    first, *others = summands
+    for each in others:
+        first.add_(each)
+    return first
 
 
 def _is_gloo(inner: object, outputs: Sequence[Tensor]) -> bool:

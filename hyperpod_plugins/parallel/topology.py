@@ -39,6 +39,8 @@ EXPERT = "expert"
 EXPERT_SHARD = "expert_shard"
 """Name of the group of ranks of a replica that share the same experts, and of that axis of the mesh of experts."""
 EXPERT_AXES = ("replicate", EXPERT_SHARD, EXPERT)
+SHARD_NODE, SHARD_ACROSS = "shard_node", "shard_across"
+"""Names of the groups of a shard axis that crosses nodes: its ranks on one node, and one of each node."""
 _existing_groups: WeakValueDictionary[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = (
     WeakValueDictionary()
 )
@@ -182,6 +184,14 @@ class Topology:
         return global_rank // self.ranks_per_node if self.ranks_per_node else 0
 
     @property
+    def nodes_per_shard_axis(self) -> int:
+        """Number of nodes of several ranks over which each shard group is spread, whole nodes each; 1 otherwise."""
+        per_node, rest = divmod(self.ranks_per_node, self.tensor_degree)
+        if rest or per_node < 2 or self.shard_degree % per_node:
+            return 1
+        return self.shard_degree // per_node
+
+    @property
     def is_one_node(self) -> bool:
         """Whether all ranks are on the same node."""
         return self.node_of(self.world_size - 1) == 0
@@ -256,6 +266,8 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
         new_axis_group(*_group_of(topology, CONTEXT, dist.get_rank()))
     for axis in (EXPERT_SHARD, EXPERT) if topology.expert_degree > 1 else ():
         new_axis_group(*_group_of(topology, axis, dist.get_rank()))
+    for axis in (SHARD_NODE, SHARD_ACROSS) if topology.nodes_per_shard_axis > 1 else ():
+        new_axis_group(*_group_of(topology, axis, dist.get_rank()))
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
 
@@ -309,6 +321,24 @@ def build_expert_mesh(mesh: DeviceMesh, expert_degree: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=EXPERT_AXES)
 
 
+def node_groups(
+    mesh: DeviceMesh,
+) -> tuple[ResilientProcessGroup, ResilientProcessGroup, ResilientProcessGroup] | None:
+    """Return the group of the last axis of a mesh, and its groups within this node and across nodes.
+
+    Returns:
+        The three groups; None if `build_mesh` has not created the last two for this axis.
+    """
+    group = mesh.get_group(mesh.ndim - 1)
+    if not isinstance(group, ResilientProcessGroup) or group.key.axis != "shard":
+        return None
+    degrees = {name: degree for name, degree in group.key.coordinates if name.startswith("of_")}
+    names = {each.key.axis for each in live_groups().values() if degrees.items() <= set(each.key.coordinates)}
+    if not {SHARD_NODE, SHARD_ACROSS} <= names:
+        return None
+    return group, _existing_group(SHARD_NODE, degrees), _existing_group(SHARD_ACROSS, degrees)
+
+
 def _existing_group(axis: str, degrees: Mapping[str, int]) -> ResilientProcessGroup:
     asked = frozenset(degrees.items())
     found = _existing_groups.get((axis, asked))
@@ -340,7 +370,7 @@ def update_group_members(topology: Topology, global_rank: int) -> None:
     """
     for name, group in live_groups().items():
         axis = group.key.axis
-        if axis in (*AXES, CONTEXT, EXPERT, EXPERT_SHARD, "data"):
+        if axis in (*AXES, CONTEXT, EXPERT, EXPERT_SHARD, SHARD_NODE, SHARD_ACROSS, "data"):
             key, members = _group_of(topology, axis, global_rank)
         elif not group.key.coordinates and not group.key.group_id:  # all ranks
             key, members = group.key, tuple(range(topology.world_size))
@@ -373,12 +403,20 @@ def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey
     elif axis == EXPERT_SHARD:
         members = topology.expert_shard_peers(global_rank)
         place[EXPERT] = place.pop("shard") % topology.expert_degree
+    elif axis in (SHARD_NODE, SHARD_ACROSS):
+        peers, per_node = topology.peers(global_rank, "shard"), topology.shard_degree // topology.nodes_per_shard_axis
+        node, index = divmod(here.shard, per_node)
+        within = axis == SHARD_NODE
+        members = peers[node * per_node : (node + 1) * per_node] if within else peers[index::per_node]
+        place["shard"] = node if within else index
     else:
         members = topology.data_peers(global_rank)
         place = {"tensor": here.tensor}
     degrees = [("of_shards", topology.shard_degree), ("of_tensors", topology.tensor_degree)]
     if axis in (EXPERT, EXPERT_SHARD):
         degrees.append(("of_experts", topology.expert_degree))
+    elif axis in (SHARD_NODE, SHARD_ACROSS):
+        degrees.append(("of_nodes", topology.nodes_per_shard_axis))
     elif topology.context_degree > 1 and axis not in AXES:
         degrees.append(("of_contexts", topology.context_degree))
         if axis != CONTEXT:

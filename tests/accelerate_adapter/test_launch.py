@@ -22,15 +22,17 @@ import torch.distributed.run
 from hyperpod_plugins.presets import preset_path
 
 SCRIPT = Path(__file__).with_name("train_preset.py")
-LONG_SCRIPT = SCRIPT.with_name("train_long_preset.py")
+SCRIPTS = {name: SCRIPT.with_name("train_model_preset.py") for name in ("context", "experts", "long-context")}
 ONE_SHARD = ["--parallelism_config_dp_shard_size", "1"]
 LAUNCHES = {  # preset: what two processes need, and the layout they train in
     "checkpointless": ([], [1, 2, 1]),
+    "context": (ONE_SHARD, [1, 2, 1]),
     "cpu-smoke": ([], [1, 2, 1]),
     "elastic": (
         ["--parallelism_config_dp_shard_size", "2", "--rdzv_backend", "hyperpod", "--rdzv_conf", "last_call_timeout=1"],
         [1, 2, 1],
     ),
+    "experts": (["--parallelism_config_dp_shard_size", "2"], [1, 2, 1]),
     "fp8": (ONE_SHARD, [2, 1, 1]),
     "full-shard": ([], [1, 2, 1]),
     "hsdp-1node": (ONE_SHARD, [2, 1, 1]),
@@ -86,9 +88,10 @@ def launch_all(folder):
             if preset == "elastic":
                 for name, value in ELASTIC.items():
                     patch.setenv(name, value)
-            script = LONG_SCRIPT if preset == "long-context" else SCRIPT
             report = f"{folder}/{preset}.json"
-            ended[preset] = accelerate_launch(preset, *TWO, *arguments, script=script, report=report)
+            ended[preset] = accelerate_launch(
+                preset, *TWO, *arguments, script=SCRIPTS.get(preset, SCRIPT), report=report
+            )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HYPERPOD_CONFIG", str(preset_path("checkpointless")))
         script = [str(SCRIPT), f"{folder}/torchrun.json"]
@@ -111,7 +114,7 @@ def test_accelerate_launch_trains_with_the_preset(launched, preset):
     report = reports[preset]
     assert report["layout"] == LAUNCHES[preset][1]
     assert report["precision"] == ("32-true" if preset == "cpu-smoke" else "bf16-mixed")
-    assert report["recomputes"] == (preset in ("full-shard", "long-context", "offload"))
+    assert report["recomputes"] == (preset in ("context", "experts", "full-shard", "long-context", "offload"))
     assert report["offloads"] == (preset in ("long-context", "offload"))
     assert report["float8"] == (preset == "fp8")
     assert report["backend"] == "hyperpod"

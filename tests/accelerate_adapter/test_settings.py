@@ -114,8 +114,10 @@ def test_settings_that_make_no_sense_are_refused(values):
 
 LAYOUTS = {
     "checkpointless": (2, 1),
+    "context": (8, 1),
     "cpu-smoke": (2, 1),
     "elastic": (8, 1),
+    "experts": (8, 1),
     "fp8": (4, 1),
     "full-shard": (0, 1),
     "hsdp-1node": (4, 1),
@@ -124,6 +126,7 @@ LAYOUTS = {
     "long-context": (8, 1),
     "offload": (0, 1),
 }
+RECOMPUTES = ("context", "experts", "full-shard", "long-context", "offload")
 
 
 def test_all_presets_are_there():
@@ -137,9 +140,9 @@ def test_a_preset_says_what_it_is_for_and_asks_for_its_layout(name):
     assert (options.get("hybrid_shard_degree", 0), options.get("tensor_parallel_degree", 1)) == LAYOUTS[name]
     assert options["precision"] == ("32-true" if name == "cpu-smoke" else "bf16-mixed")
     assert options.get("fp8", "off") == ("torchao" if name == "fp8" else "off")
-    assert options.get("activation_checkpointing", False) == (name in ("full-shard", "long-context", "offload"))
+    assert options.get("activation_checkpointing", False) == (name in RECOMPUTES)
     assert options.get("sm_activation_offloading", False) == (name in ("long-context", "offload"))
-    assert options.get("context_parallel_degree", 1) == (8 if name == "long-context" else 1)
+    assert options.get("context_parallel_degree", 1) == {"long-context": 8, "context": 2}.get(name, 1)
     assert preset_summary(name).endswith((".", "?"))
     assert f"hyperpod preset {name}" in preset_path(name).read_text()
 

@@ -42,6 +42,20 @@ def test_hybrid_sharding_is_one_all_reduce_ring_for_each_shard_a_step(nodes, ran
     ) == pytest.approx(simulated)
 
 
+@given(nodes=small, ranks_per_node=small, micro_steps=small)
+def test_two_stages_send_each_part_to_each_other_node_once(nodes, ranks_per_node, micro_steps):
+    part = 8.0 / (nodes * ranks_per_node)
+    simulated = micro_steps * 3 * ranks_per_node * (nodes - 1) * part
+    found = {
+        sharding: node_egress_bytes(
+            sharding=sharding, model_bytes=8.0, nodes=nodes, ranks_per_node=ranks_per_node, micro_steps=micro_steps
+        )
+        for sharding in (Sharding.STAGED, Sharding.FULL)
+    }
+    assert found[Sharding.STAGED] == pytest.approx(simulated)
+    assert found[Sharding.STAGED] <= found[Sharding.FULL] + 1e-9
+
+
 @pytest.mark.parametrize(("sharding", "gigabytes"), [(Sharding.FULL, 42), (Sharding.HYBRID, 28)])
 def test_a_7b_model_in_bfloat16_on_many_nodes(sharding, gigabytes):
     egress = node_egress_bytes(sharding=sharding, model_bytes=7e9 * 2, nodes=1000, ranks_per_node=8)

@@ -109,16 +109,21 @@ def all_gather_coalesced(group):
     return outputs, old, lists
 
 
+def whole(*shape, **kwargs):
+    """Whole numbers, whose sums do not depend on their order: ours is that of ranks, gloo's that of its ring."""
+    return mine(*shape, **kwargs).round()
+
+
 @case
 def reduce_scatter(group):
     output, single, base = torch.empty(3), torch.empty(2), torch.empty(2)
-    dist.reduce_scatter(output, list(mine(4, 3)), group=group)
-    dist.reduce_scatter_tensor(single, mine(8), dist.ReduceOp.AVG, group=group)
-    group._reduce_scatter_base(base, mine(8), dist.ReduceScatterOptions()).wait()
-    group._reduce_scatter_base(base, mine(8)).wait()
+    dist.reduce_scatter(output, list(whole(4, 3)), group=group)
+    dist.reduce_scatter_tensor(single, whole(8), dist.ReduceOp.AVG, group=group)
+    group._reduce_scatter_base(base, whole(8), dist.ReduceScatterOptions()).wait()
+    group._reduce_scatter_base(base, whole(8)).wait()
     listed, wide = torch.empty(3), torch.empty(101, dtype=torch.bfloat16)
-    group.reduce_scatter(listed, list(mine(4, 3)), dist.ReduceOp.MAX).wait()
-    work = dist.reduce_scatter_tensor(wide, mine(404, dtype=torch.bfloat16), group=group, async_op=True)
+    group.reduce_scatter(listed, list(whole(4, 3)), dist.ReduceOp.MAX).wait()
+    work = dist.reduce_scatter_tensor(wide, whole(404, dtype=torch.bfloat16), group=group, async_op=True)
     work.wait()
     work.wait()
     assert work.is_completed() or type(group) is dist.ProcessGroup  # gloo's own never says so
@@ -129,10 +134,10 @@ def reduce_scatter(group):
 def reduce_scatter_coalesced(group):
     outputs = [torch.empty(2), torch.empty(1, 3)]
     with dist.distributed_c10d._coalescing_manager(group=group):
-        dist.reduce_scatter_tensor(outputs[0], mine(8), group=group)
-        dist.reduce_scatter_tensor(outputs[1], mine(4, 3), group=group)
+        dist.reduce_scatter_tensor(outputs[0], whole(8), group=group)
+        dist.reduce_scatter_tensor(outputs[1], whole(4, 3), group=group)
     old = [torch.empty(2)]
-    group.reduce_scatter_tensor_coalesced(old, [mine(8)]).wait()
+    group.reduce_scatter_tensor_coalesced(old, [whole(8)]).wait()
     return outputs, old
 
 
@@ -206,7 +211,7 @@ def objects(group):
 
 @case
 def functional(group):
-    tensor = mine(8)
+    tensor = whole(8)
     results = [
         funcol.all_reduce(tensor, "sum", group),
         funcol.all_reduce(tensor, "avg", group),
@@ -214,16 +219,16 @@ def functional(group):
         funcol.reduce_scatter_tensor(tensor, "sum", 0, group),
         funcol.all_to_all_single(tensor, [2] * 4, [2] * 4, group),
         funcol.broadcast(tensor, 1, group),
-        *funcol.all_reduce_coalesced([tensor, mine(2)], "sum", group),
-        *funcol.all_gather_into_tensor_coalesced([tensor, mine(2)], group),
-        *funcol.reduce_scatter_tensor_coalesced([tensor, mine(4, 2)], "sum", [0, 0], group),
+        *funcol.all_reduce_coalesced([tensor, whole(2)], "sum", group),
+        *funcol.all_gather_into_tensor_coalesced([tensor, whole(2)], group),
+        *funcol.reduce_scatter_tensor_coalesced([tensor, whole(4, 2)], "sum", [0, 0], group),
     ]
     return [result + 0 for result in results]
 
 
 @case
 def functional_autograd(group):
-    tensor = mine(8).requires_grad_()
+    tensor = whole(8).requires_grad_()
     loss = (funcol.all_gather_tensor_autograd(tensor, 0, group) ** 2).sum()
     loss = loss + (funcol.reduce_scatter_tensor_autograd(tensor**2, "sum", 0, group) ** 2).sum()
     loss = loss + (funcol.all_to_all_single_autograd(tensor, [2] * 4, [2] * 4, group) ** 3).sum()

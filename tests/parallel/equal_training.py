@@ -1,5 +1,7 @@
 """The training of language models on one process, and on a mesh with which it must be equal."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from device import DEVICE
@@ -45,7 +47,7 @@ def train_on_mesh(model, options, precision="32-true"):
     from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
 
     config = ParallelConfig.of(options, precision=precision)
-    topology = config.topology(dist.get_world_size())
+    topology = config.topology(dist.get_world_size(), ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     model = parallelize(model, build_mesh(topology, DEVICE), config)
     group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
     share = GLOBAL_BATCH // topology.data_degree

@@ -1,0 +1,100 @@
+"""Two nodes of two ranks: collectives of the shard axis in two stages, with the results of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import DEVICE
+from parallel.equal_training import train_alone, train_on_mesh
+from parallel.test_expert_ranks import assert_close
+
+from hyperpod_plugins.parallel import Topology
+
+OPTIONS = {
+    "full": {},
+    "recomputed, chunks": {"activation_checkpointing": True, "loss_chunks": 3},
+    "contexts": {"context_parallel_degree": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        ({"world_size": 8, "shard_degree": 8, "ranks_per_node": 4}, 2),
+        ({"world_size": 16, "shard_degree": 8, "ranks_per_node": 4}, 2),
+        ({"world_size": 16, "shard_degree": 8, "tensor_degree": 2, "ranks_per_node": 8}, 2),
+        ({"world_size": 8, "shard_degree": 4, "ranks_per_node": 4}, 1),  # each on one node
+        ({"world_size": 8, "shard_degree": 8, "ranks_per_node": 8}, 1),
+        ({"world_size": 8, "shard_degree": 8}, 1),  # nothing is known of nodes
+        ({"world_size": 8, "shard_degree": 8, "ranks_per_node": 1}, 1),  # one rank on each node
+        ({"world_size": 6, "shard_degree": 6, "ranks_per_node": 4}, 1),  # not whole nodes
+        ({"world_size": 12, "shard_degree": 6, "ranks_per_node": 6}, 1),
+        ({"world_size": 6, "shard_degree": 3, "tensor_degree": 2, "ranks_per_node": 3}, 1),
+    ],
+)
+def test_nodes_over_which_a_shard_axis_is_spread(sizes, nodes):
+    assert Topology(**sizes).nodes_per_shard_axis == nodes
+
+
+def model():
+    from parallel.equal_training import VOCABULARY
+    from parallel.expert_models import SIZES
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": VOCABULARY})))
+
+
+def two_stages(is_chosen):
+    """Training with each of the options, and what both stages make of given values."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, node_collectives
+    from hyperpod_plugins.parallel.topology import node_groups
+
+    dist.init_process_group("hyperpod")
+    calls = dict.fromkeys(("gather", "reduce"), 0)
+    gather, reduce = node_collectives.NodeAllGather.__call__, node_collectives.NodeReduceScatter.__call__
+
+    def counted(name, call):
+        def run(*args, **kwargs):
+            calls[name] += 1
+            return call(*args, **kwargs)
+
+        return run
+
+    node_collectives._duration_s = lambda call: 1.0 if "flat" in call.__qualname__ else 2.0 - 1.5 * is_chosen
+    mesh = build_mesh(ParallelConfig().topology(4, ranks_per_node=2), DEVICE)
+    group, within, across = node_groups(mesh["shard"])
+    assert [dist.get_process_group_ranks(each) for each in (within, across)] == [
+        [rank for rank in range(4) if rank // 2 == dist.get_rank() // 2],
+        [rank for rank in range(4) if rank % 2 == dist.get_rank() % 2],
+    ]
+    values = torch.randn(12, generator=torch.Generator().manual_seed(dist.get_rank()))
+    results = []
+    for scatter in (node_collectives.NodeReduceScatter(within, across), None):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+            out = torch.empty(3)
+            if scatter is None:
+                dist.reduce_scatter_tensor(out, values.clone(), op=op, group=group)
+            else:
+                scatter(out, values.clone(), group, op)
+            results.append(out)
+    gathered = [torch.empty(48) for _ in range(2)]
+    dist.all_gather_into_tensor(gathered[0], values, group=group)
+    node_collectives.NodeAllGather(within, across)(gathered[1], values, group)
+    node_collectives.NodeAllGather.__call__ = counted("gather", gather)
+    node_collectives.NodeReduceScatter.__call__ = counted("reduce", reduce)
+    trained = {name: train_on_mesh(model(), options) for name, options in OPTIONS.items()}
+    return calls, results, gathered, trained
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_two_stages_equal_one(run_ranks, is_chosen):
+    alone = train_alone(model())
+    for calls, results, gathered, trained in run_ranks(two_stages, is_chosen, world_size=4, nodes=2):
+        assert calls["reduce"] > 10
+        assert (calls["gather"] > 10) is is_chosen
+        assert torch.equal(*gathered)
+        for one, other in zip(results[:3], results[3:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        for name, found in trained.items():
+            assert_close(found, alone, name)
