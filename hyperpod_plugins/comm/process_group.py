@@ -273,6 +273,8 @@ class ResilientProcessGroup(DelegatingGroup):
         Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
         self._exchanges_parts: bool | None = None
+        self._deferred: list[dist.Work] | None = None
+        """Handles of all-reduces, within `deferring_all_reduces`."""
         self._name, self._description = "", ""
 
     @property
@@ -429,7 +431,22 @@ class ResilientProcessGroup(DelegatingGroup):
         )
         if group_health.on_set_up is not None and _is_main_thread():
             group_health.on_set_up(kind, self.key, args[0] if args else (), handle)
+        if kind == "all_reduce" and self._deferred is not None:
+            self._deferred.append(handle)
+            return FinishedWork()
         return handle
+
+    @contextmanager
+    def deferring_all_reduces(self) -> Generator[list[dist.Work]]:
+        """Context in which all-reduces return at once, as if they had ended; the caller waits for their handles later.
+
+        For the main thread.
+        """
+        self._deferred = handles = list[dist.Work]()
+        try:
+            yield handles
+        finally:
+            self._deferred = None
 
     def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, because this one has lost a peer."""

@@ -9,10 +9,11 @@ own:
 member, from one reduction to each member. It copies this rank's part out of them in `wait`, ignoring the timeout, and
 its handle never reports completion (torch 2.13). A rank that waits there for a lost peer could not be woken.
 
-In a group of two members, or on one node, each member sends every other one its part, an all-to-all, and adds what it
-has received in the order of ranks. So the bits do not depend on timing, and half of the bytes of an all-reduce travel.
-Between several nodes the parts of all members would cross the network, of which a ring sends only sums; there, and for
-other reductions and inputs of one tensor per member, it is made of gloo's own reductions as torch does it.
+For a sum or a mean in a group of two members, or on one node, each member sends every other one its part, an
+all-to-all, and adds what it has received in the order of ranks. So the bits do not depend on timing, and half of the
+bytes of an all-reduce travel. Between several nodes the parts of all members would cross the network, of which a ring
+sends only sums; there, and for other reductions and inputs of one tensor per member, it is made of gloo's own
+reductions as torch does it.
 """
 
 # pybind11's overloads have no signature that a Python override could match, and the method of the inner group that
@@ -44,10 +45,15 @@ class ReduceScatterWork(dist.Work):
     """A reduce-scatter under way, made of collectives whose results this rank adds."""
 
     def __init__(
-        self, works: Sequence[dist.Work], outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]
+        self,
+        works: Sequence[dist.Work],
+        outputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor]],
+        is_mean: bool = False,
     ) -> None:
-        """Keep the outputs, and for each of them the summands that the works write."""
+        """Keep the outputs, and for each of them the summands that the works write; `is_mean`: they are averaged."""
         super().__init__()
+        self._is_mean = is_mean
         self._works, self._outputs, self._parts = list(works), list(outputs), list(parts)
         self._has_copied = False
 
@@ -57,7 +63,8 @@ class ReduceScatterWork(dist.Work):
             _ = work.wait() if timeout == _GROUP_TIMEOUT else work.wait(timeout)
         if not self._has_copied:
             for output, summands in zip(self._outputs, self._parts, strict=True):
-                output.copy_(_sum(summands).view_as(output))
+                total = _sum(summands)
+                output.copy_((total.div_(len(summands)) if self._is_mean else total).view_as(output))
             self._parts, self._has_copied = [], True
         return True
 
@@ -118,8 +125,11 @@ def reduce_scatter(
         return library(outputs, inputs, *args, **kwargs)  # which also raises if the arguments are invalid
     works: list[dist.Work] = []
     parts: list[Sequence[Tensor]] = []
+    is_mean = options.reduceOp == dist.ReduceOp.AVG and all(each.is_floating_point() for each in mine)
+    exchanges_parts &= is_mean or options.reduceOp == dist.ReduceOp.SUM
+    exchanges_parts &= all(isinstance(each, Tensor) for each in given)
     for each in given:
-        if exchanges_parts and isinstance(each, Tensor) and options.reduceOp == dist.ReduceOp.SUM:
+        if isinstance(each, Tensor) and exchanges_parts:
             received = torch.empty_like(each, memory_format=torch.contiguous_format)
             to_all = _copy_options(dist.AllToAllOptions(), options)
             works.append(inner.alltoall_base(received, each.detach().contiguous(), [], [], to_all))
@@ -135,7 +145,7 @@ def reduce_scatter(
                 to_root.rootRank = root
                 works.append(inner.reduce([part], to_root))
         parts.append([sums[inner.rank()]])
-    return ReduceScatterWork(works, mine, parts)
+    return ReduceScatterWork(works, mine, parts, is_mean=exchanges_parts and is_mean)
 
 
 def _options(*args: Any, **kwargs: Any) -> dist.ReduceScatterOptions | None:

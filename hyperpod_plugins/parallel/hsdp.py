@@ -36,6 +36,7 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.gathered_parameters import parameters_by_module
 from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.node_collectives import use_node_collectives
+from hyperpod_plugins.parallel.overlapped_mean import overlap_means
 from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
 from hyperpod_plugins.parallel.whole_shards import compute_with_shards
 
@@ -81,6 +82,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
         compute_with_shards([*blocks, model])
     else:
         use_node_collectives([*blocks, model], mesh)
+    overlap_means([*blocks, model])
     watch_units(model)
 
 
