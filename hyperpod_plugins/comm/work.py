@@ -38,6 +38,7 @@ from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.errors import PeerLost
 
 _GROUP_TIMEOUT = timedelta(0)
+_SUM, _MEAN = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.AVG)
 OptionsT = TypeVar("OptionsT", dist.AllreduceOptions, dist.AllToAllOptions, dist.ReduceOptions)
 
 
@@ -125,8 +126,8 @@ def reduce_scatter(
         return library(outputs, inputs, *args, **kwargs)  # which also raises if the arguments are invalid
     works: list[dist.Work] = []
     parts: list[Sequence[Tensor]] = []
-    is_mean = options.reduceOp == dist.ReduceOp.AVG and all(each.is_floating_point() for each in mine)
-    exchanges_parts &= is_mean or options.reduceOp == dist.ReduceOp.SUM
+    is_mean = options.reduceOp == _MEAN and all(each.is_floating_point() for each in mine)
+    exchanges_parts &= is_mean or options.reduceOp == _SUM
     exchanges_parts &= all(isinstance(each, Tensor) for each in given)
     for each in given:
         if isinstance(each, Tensor) and exchanges_parts:

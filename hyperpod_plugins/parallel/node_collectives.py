@@ -13,10 +13,13 @@ them. Gathers only copy: they take two stages where a measurement at the start s
 in the store, for processes that join later.
 """
 
+# Not every supported torch has the new names of these collectives.
+# pyright: reportDeprecated=false
+
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,9 +59,9 @@ def use_node_collectives(units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
         _choices[group] = _is_faster(gather, group)
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        unit.set_custom_reduce_scatter(reduce)
+        unit.set_custom_reduce_scatter(cast(Any, reduce))  # its type has no public name
         if _choices[group]:
-            unit.set_custom_all_gather(gather)
+            unit.set_custom_all_gather(cast(Any, gather))
 
 
 class _Buffers:
@@ -140,11 +143,11 @@ def _is_faster(gather: NodeAllGather, group: ResilientProcessGroup) -> bool:
     dist.all_reduce(times_s, dist.ReduceOp.MAX)
     flat_s, staged_s = times_s.tolist()
     if dist.get_rank() == 0:
-        group.root_store.set(key, b"1" if staged_s <= _LIMIT * flat_s else b"0")
+        group.root_store.set(key, "1" if staged_s <= _LIMIT * flat_s else "0")
     return staged_s <= _LIMIT * flat_s
 
 
-def _duration_s(call: Any) -> float:
+def _duration_s(call: Callable[[], object]) -> float:
     """Shortest of some durations of a collective; the first call, which may connect, is not measured."""
     call()
     durations_s: list[float] = []

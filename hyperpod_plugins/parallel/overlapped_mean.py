@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
@@ -38,13 +39,9 @@ def overlap_means(units: Iterable[nn.Module]) -> None:
     pending = _PendingMeans()
     for unit in units:
         for group in parameter_groups(unit):
-            replicas = getattr(group, "_all_reduce_process_group", None) if _has_replicas(group) else None
+            replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
             if isinstance(replicas, ResilientProcessGroup) and group.device.type == "cpu":
                 _OverlappedUnit(group, replicas, pending)
-
-
-def _has_replicas(group: Any) -> bool:
-    return hasattr(group.mesh_info, "replicate_mesh_size")
 
 
 class _PendingMeans:

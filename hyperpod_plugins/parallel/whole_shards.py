@@ -10,11 +10,11 @@ optimizer within a forward, is seen by the modules at once, as in one process.
 """
 
 # FSDP2's parameters have no public API.
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportDeprecated=false
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,10 @@ def compute_with_shards(units: Iterable[nn.Module]) -> None:
     """
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        unit.set_custom_reduce_scatter(_OneBuffer())
+        unit.set_custom_reduce_scatter(cast(Any, _OneBuffer()))  # its type has no public name
         for group in parameter_groups(unit):
             for each in group.fsdp_params:
-                if all(hasattr(each, name) for name in _NEEDED):
+                if {*_NEEDED} <= {*dir(each)}:
                     _WholeShard(each)
 
 
@@ -58,7 +58,7 @@ class _WholeShard:
         of_fsdp = self._of_fsdp
         shard: torch.Tensor = of_fsdp._sharded_param_data
         is_converted = of_fsdp.offload_to_cpu or of_fsdp.param_dtype is not None or shard.dtype != of_fsdp.orig_dtype
-        if is_converted or hasattr(of_fsdp._sharded_local_tensor, "fsdp_pre_all_gather") or not _is_alone(shard):
+        if is_converted or not _is_alone(shard) or _converts_itself(of_fsdp._sharded_local_tensor):
             if self._is_in_place:
                 self._is_in_place = False
                 of_fsdp.all_gather_outputs = []
@@ -91,6 +91,11 @@ class _WholeShard:
 def _is_alone(shard: torch.Tensor) -> bool:
     """Whether no other tensor lies in the same storage: FSDP2 gives a storage the size of the gathered parameter."""
     return type(shard) is torch.Tensor and shard.untyped_storage().size() == shard.numel() * shard.element_size() > 0
+
+
+def _converts_itself(local: torch.Tensor) -> bool:
+    """Whether a tensor has methods that FSDP2 calls before and after it gathers."""
+    return getattr(local, "fsdp_pre_all_gather", None) is not None
 
 
 def _put(tensor: torch.Tensor, shard: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> None:
