@@ -5,7 +5,7 @@
 Two network namespaces stand for two nodes, with two ranks each; a token bucket limits the link between them. Full
 sharding spreads the model over all four ranks, hybrid sharding over the two of a node. In two stages, full sharding has
 collectives within nodes and across them (parallel/node_collectives.py). traffic_model.py derives what to expect.
-With --megabits 0 the link is not limited. How gathers go is measured as a run starts; its bytes show what was chosen.
+With --megabits 0 the link is not limited.
 """
 
 import os
@@ -36,9 +36,9 @@ def train(turns: Iterator[int], sharding: Sharding, nodes: list[Node], micro_ste
     """Train with accumulation: gradients are reduce-scattered every micro-step, replicas averaged once a step."""
     join_node(nodes, sharding)
     shard_degree = RANKS_PER_NODE if sharding is Sharding.HYBRID else NODES * RANKS_PER_NODE
-    config = ParallelConfig(hybrid_shard_degree=shard_degree, block_classes=("Linear",))
-    per_node = 0 if sharding is Sharding.FULL else RANKS_PER_NODE  # 0: nothing is known of nodes
-    mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=per_node), "cpu")
+    staged = sharding is Sharding.STAGED
+    config = ParallelConfig(hybrid_shard_degree=shard_degree, block_classes=("Linear",), node_collectives=staged)
+    mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=RANKS_PER_NODE), "cpu")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     parallelize(model, mesh, config)

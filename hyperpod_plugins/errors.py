@@ -143,10 +143,7 @@ class UnitsDiffer(HyperPodError, RuntimeError):
 
 
 class GatheredParametersWritten(HyperPodError, RuntimeError):
-    """The program wrote to sharded parameters while they were gathered; no optimizer has stepped.
-
-    The write is lost, or with a shard degree of 1 it is in the state of this rank.
-    """
+    """The program wrote to sharded parameters while they were gathered, which would be lost; nothing was updated."""
 
 
 class NonFiniteError(HyperPodError, RuntimeError):

@@ -29,8 +29,10 @@ from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.traffic import Collective
 from hyperpod_plugins.comm.transport import InnerGroup, transport_message
 from hyperpod_plugins.comm.work import FinishedWork, ResilientWork, no_op_group, raise_peer_lost, reduce_scatter
-from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.errors import CommError, LoopError, PeerLost
+
+_STAGES = ("shard_node", "shard_across")
+"""Axes of the two stages of `parallel/node_collectives.py`: ranks of one node, and one rank of each node."""
 
 
 def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
@@ -272,9 +274,6 @@ class ResilientProcessGroup(DelegatingGroup):
 
         Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
-        self._exchanges_parts: bool | None = None
-        self._deferred: list[dist.Work] | None = None
-        """Handles of all-reduces, within `deferring_all_reduces`."""
         self._name, self._description = "", ""
 
     @property
@@ -285,11 +284,7 @@ class ResilientProcessGroup(DelegatingGroup):
     @property
     @override
     def exchanges_parts(self) -> bool:
-        if self._exchanges_parts is None:
-            per_node = WorkerEnv.from_environ().local_world_size
-            nodes = {rank // per_node for rank in dist.get_process_group_ranks(self)}
-            self._exchanges_parts = self._size == 2 or len(nodes) == 1
-        return self._exchanges_parts
+        return self._size == 2 or self.key.axis in _STAGES
 
     @property
     def store_prefix(self) -> str:
@@ -357,7 +352,7 @@ class ResilientProcessGroup(DelegatingGroup):
             )
 
     def _set_members(self, rank: int, global_ranks: Sequence[int]) -> None:
-        self._rank, self._size, self._exchanges_parts = rank, len(global_ranks), None
+        self._rank, self._size = rank, len(global_ranks)
         dist.distributed_c10d._world.pg_group_ranks[self] = {each: index for index, each in enumerate(global_ranks)}
 
     def reassign(self, key: GroupKey, global_ranks: Sequence[int], rank: int) -> None:
@@ -431,22 +426,7 @@ class ResilientProcessGroup(DelegatingGroup):
         )
         if group_health.on_set_up is not None and _is_main_thread():
             group_health.on_set_up(kind, self.key, args[0] if args else (), handle)
-        if kind == "all_reduce" and self._deferred is not None:
-            self._deferred.append(handle)
-            return FinishedWork()
         return handle
-
-    @contextmanager
-    def deferring_all_reduces(self) -> Generator[list[dist.Work]]:
-        """Context in which all-reduces return at once, as if they had ended; the caller waits for their handles later.
-
-        For the main thread.
-        """
-        self._deferred = handles = list[dist.Work]()
-        try:
-            yield handles
-        finally:
-            self._deferred = None
 
     def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, because this one has lost a peer."""

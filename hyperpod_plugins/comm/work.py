@@ -9,11 +9,11 @@ own:
 member, from one reduction to each member. It copies this rank's part out of them in `wait`, ignoring the timeout, and
 its handle never reports completion (torch 2.13). A rank that waits there for a lost peer could not be woken.
 
-For a sum or a mean in a group of two members, or on one node, each member sends every other one its part, an
-all-to-all, and adds what it has received in the order of ranks. So the bits do not depend on timing, and half of the
-bytes of an all-reduce travel. Between several nodes the parts of all members would cross the network, of which a ring
-sends only sums; there, and for other reductions and inputs of one tensor per member, it is made of gloo's own
-reductions as torch does it.
+For a sum or a mean in a group of two members, or in the groups of `parallel/node_collectives.py`, each member sends
+every other one its part, an all-to-all, and adds what it has received in the order of ranks. So the bits do not depend
+on timing, and half of the bytes of an all-reduce travel. In other groups the parts of all members might cross a
+network, of which a ring sends only sums. There, and for other reductions and inputs of one tensor per member, it is
+made of gloo's own reductions as torch does it.
 """
 
 # pybind11's overloads have no signature that a Python override could match, and the method of the inner group that

@@ -106,6 +106,10 @@ class ParallelConfig:
     """Keep the logits split over the vocabulary. The loss must then be computed under `loss_parallel_context`."""
     block_classes: tuple[str, ...] = ()
     """Class names of the modules to shard one by one. Empty: the layers that the model runs as a chain."""
+    node_collectives: bool = False
+    """Gather and reduce in two stages over a shard axis that takes several whole nodes: within nodes, and across them.
+    All nodes must have the same number of ranks.
+    """
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
     activation_checkpointing: Recompute | bool = "none"
@@ -201,6 +205,7 @@ class ParallelConfig:
             context_degree=self.context_parallel_degree,
             expert_degree=self.expert_parallel_degree,
             ranks_per_node=ranks_per_node,
+            node_collectives=self.node_collectives,
         )
 
     def _check_combinations(self) -> None:

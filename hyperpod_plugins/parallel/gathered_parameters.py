@@ -92,8 +92,7 @@ class GatheredParameter:
         self._version = self._num_compared = 0
         self._is_split = self._is_converted = False
         """Of the gathered parameter: whether it is a DTensor, and whether its values are not in the gathered memory."""
-        self._before: tuple[torch.Tensor, int] | None = None
-        """Its bit sum, and the version of its shard."""
+        self._before: torch.Tensor | None = None
         self._references: list[ParameterReference] = []
         self._attributes = vars(of_fsdp.sharded_param)
         self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
@@ -133,9 +132,7 @@ class GatheredParameter:
             if local.data_ptr() != of_fsdp.all_gather_outputs[0].data_ptr():
                 self.is_written = True
             if self._before is not None:
-                before, version = self._before
-                if version == of_fsdp._sharded_local_tensor._version:  # an optimizer's write may reach the same memory
-                    self.is_written |= bool(before != _sum_of_bits(local))
+                self.is_written |= bool(self._before != _sum_of_bits(local))
                 self._before = None
 
     def _take_shard(self) -> None:
@@ -169,7 +166,7 @@ class GatheredParameter:
         self._is_converted = not of_torch or bool(self._of_fsdp._unsharded_inner_tensors)
         self._num_compared += 1
         if not self._is_converted:
-            self._before = _sum_of_bits(local), self._of_fsdp._sharded_local_tensor._version
+            self._before = _sum_of_bits(local)
 
     def _shard(self) -> None:
         of_fsdp = self._of_fsdp

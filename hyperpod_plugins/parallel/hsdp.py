@@ -36,9 +36,7 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.gathered_parameters import parameters_by_module
 from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.node_collectives import use_node_collectives
-from hyperpod_plugins.parallel.overlapped_mean import overlap_means
 from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
-from hyperpod_plugins.parallel.whole_shards import compute_with_shards
 
 log = logging.getLogger(__name__)
 _LARGE = 50_000_000  # parameters
@@ -78,11 +76,8 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
                 shard_placement_fn=placement,
             )
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
-    if shard_degree == 1:
-        compute_with_shards([*blocks, model])
-    else:
+    if config.node_collectives:
         use_node_collectives([*blocks, model], mesh)
-    overlap_means([*blocks, model])
     watch_units(model)
 
 

@@ -7,20 +7,17 @@ same index on other nodes, and the rest stays within nodes. Two nodes of eight r
     all-gather       rank r of each node gathers across nodes; then the ranks of a node gather what each has received
     reduce-scatter   the ranks of a node reduce their parts for each node; then each sum travels to its node
 
-[Note: which collectives are chosen] A reduction adds in another order than a flat one. So that no run differs from
-another one by what was faster on a day, reductions take two stages wherever there are such nodes and gloo connects
-them. Gathers only copy: they take two stages where a measurement at the start says that this is faster. Its result is
-in the store, for processes that join later.
+They are used only if the configuration asks for them (`node_collectives`). A reduction adds in another order in two
+stages, so which ones are used must not depend on what was faster on a day; and all nodes must have the same number of
+ranks, which no rank knows of the others.
 """
 
 # Not every supported torch has the new names of these collectives.
 # pyright: reportDeprecated=false
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,40 +25,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from hyperpod_plugins.comm import group_health
-from hyperpod_plugins.comm.health import Phase
-from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.parallel.topology import node_groups
 
-_MEASURED_BYTES, _NUM_TRIALS = 2**20, 3
-_LIMIT = 0.9
-"""Two stages are chosen for gathers if they take at most this part of the time."""
-_PATIENCE = timedelta(seconds=60)
-_choices: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-"""Whether gathers over a shard group take two stages."""
+log = logging.getLogger(__name__)
 
 
 def use_node_collectives(units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Have FSDP2 units gather and reduce in two stages, if their shard axis crosses nodes and gloo connects these.
-
-    All ranks call this together, except those that join a running job.
+    """Have FSDP2 units gather and reduce in two stages, if their shard axis takes several whole nodes.
 
     Args:
         units: FSDP2 units over the last axis of `mesh`.
-        mesh: of `build_mesh`, or a part of it.
+        mesh: of `build_mesh` for a topology with `node_collectives`, or a part of it.
     """
     groups = node_groups(mesh)
-    if groups is None or mesh.device_type != "cpu":
+    if groups is None:
+        if dist.get_rank() == 0:
+            log.warning(
+                "node_collectives=True has no effect: the shard axis (%d ranks) does not take several whole nodes of "
+                "two or more ranks each.",
+                mesh.size(mesh.ndim - 1),
+            )
         return
-    group, within, across = groups
-    gather, reduce = NodeAllGather(within, across), NodeReduceScatter(within, across)
-    if group not in _choices:
-        _choices[group] = _is_faster(gather, group)
+    gather, reduce = NodeAllGather(*groups), NodeReduceScatter(*groups)
     for unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_custom_reduce_scatter(cast(Any, reduce))  # its type has no public name
-        if _choices[group]:
-            unit.set_custom_all_gather(cast(Any, gather))
+        unit.set_custom_all_gather(cast(Any, gather))
 
 
 class _Buffers:
@@ -125,35 +114,3 @@ class NodeReduceScatter(_Buffers):
             dist.reduce_scatter_tensor(part, of_node, op=op, group=self._within)
         dist.reduce_scatter_tensor(output_tensor, sums.view(-1), op=op, group=self._across)
         return None
-
-
-def _is_faster(gather: NodeAllGather, group: ResilientProcessGroup) -> bool:
-    """Whether gathers in two stages are faster, for all ranks of the job alike."""
-    key = "/".join(["two_stages", *(f"{name}_{degree}" for name, degree in group.key.coordinates if "of_" in name)])
-    if group_health.phase is Phase.DETACHED:
-        group.root_store.wait([key], _PATIENCE)
-        return group.root_store.get(key) == b"1"
-    whole = torch.zeros(_MEASURED_BYTES // 4 // group.size() * group.size())
-    part = whole[: whole.numel() // group.size()].clone()
-
-    def flat() -> None:
-        dist.all_gather_into_tensor(whole, part, group=group)
-
-    times_s = torch.tensor([_duration_s(flat), _duration_s(lambda: gather(whole, part, group))])
-    dist.all_reduce(times_s, dist.ReduceOp.MAX)
-    flat_s, staged_s = times_s.tolist()
-    if dist.get_rank() == 0:
-        group.root_store.set(key, "1" if staged_s <= _LIMIT * flat_s else "0")
-    return staged_s <= _LIMIT * flat_s
-
-
-def _duration_s(call: Callable[[], object]) -> float:
-    """Shortest of some durations of a collective; the first call, which may connect, is not measured."""
-    call()
-    durations_s: list[float] = []
-    for _ in range(_NUM_TRIALS):
-        dist.barrier()
-        began_s = time.perf_counter()
-        call()
-        durations_s.append(time.perf_counter() - began_s)
-    return min(durations_s)

@@ -77,6 +77,8 @@ class Topology:
     """Number of ranks over which the experts of a layer are divided: neighbours on the shard axis."""
     ranks_per_node: int = 0
     """Number of ranks on each node; 0 if all ranks are on one node."""
+    node_collectives: bool = False
+    """Whether collectives over a shard axis that takes whole nodes have two stages; see `node_collectives.py`."""
 
     def __post_init__(self) -> None:
         """Check that the degrees divide the world size."""
@@ -185,9 +187,9 @@ class Topology:
 
     @property
     def nodes_per_shard_axis(self) -> int:
-        """Number of nodes of several ranks over which each shard group is spread, whole nodes each; 1 otherwise."""
+        """Number of whole nodes of several ranks between which the shard axis has a stage of its own; 1 for none."""
         per_node, rest = divmod(self.ranks_per_node, self.tensor_degree)
-        if rest or per_node < 2 or self.shard_degree % per_node:
+        if not self.node_collectives or rest or per_node < 2 or self.shard_degree % per_node:
             return 1
         return self.shard_degree // per_node
 
@@ -321,13 +323,11 @@ def build_expert_mesh(mesh: DeviceMesh, expert_degree: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=EXPERT_AXES)
 
 
-def node_groups(
-    mesh: DeviceMesh,
-) -> tuple[ResilientProcessGroup, ResilientProcessGroup, ResilientProcessGroup] | None:
-    """Return the group of the last axis of a mesh, and its groups within this node and across nodes.
+def node_groups(mesh: DeviceMesh) -> tuple[ResilientProcessGroup, ResilientProcessGroup] | None:
+    """Return the groups of the last axis of a mesh within this node, and across nodes.
 
     Returns:
-        The three groups; None if `build_mesh` has not created the last two for this axis.
+        The two groups; None if `build_mesh` has not created them for this axis.
     """
     group = mesh.get_group(mesh.ndim - 1)
     if not isinstance(group, ResilientProcessGroup) or group.key.axis != "shard":
@@ -336,7 +336,7 @@ def node_groups(
     names = {each.key.axis for each in live_groups().values() if degrees.items() <= set(each.key.coordinates)}
     if not {SHARD_NODE, SHARD_ACROSS} <= names:
         return None
-    return group, _existing_group(SHARD_NODE, degrees), _existing_group(SHARD_ACROSS, degrees)
+    return _existing_group(SHARD_NODE, degrees), _existing_group(SHARD_ACROSS, degrees)
 
 
 def _existing_group(axis: str, degrees: Mapping[str, int]) -> ResilientProcessGroup:

@@ -667,11 +667,10 @@ def _evaluation_message(ranks: Sequence[int], traces: Sequence[Sequence[int]], n
 def _written_message(names: Sequence[str]) -> str:
     return (
         f"the program wrote to parameters while they were gathered, in forward or training_step: {format_list(names)}. "
-        "That changes a copy, which is dropped when they are sharded again, or with hybrid_shard_degree=1 the state of "
-        "one replica. This step is not committed, and no optimizer has stepped. Write to parameters where each rank "
-        "sees its shards: in on_train_batch_start or on_train_batch_end, or between the steps of a hand-written loop. "
-        "Instead of nn.Embedding(max_norm=...), normalize the rows that a forward returns, and initialize parameters "
-        "before training instead of in a forward."
+        "That changes one step's copy, which is dropped when they are sharded again, so this step is not committed; "
+        "nothing has been updated. Write to parameters where each rank sees its shards: in on_train_batch_start or "
+        "on_train_batch_end, or between the steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), "
+        "normalize the rows that a forward returns, and initialize parameters before training instead of in a forward."
     )
 
 

@@ -328,7 +328,7 @@ class Member:
         """Connect some members of one group for a final save; all other groups stay without connections.
 
         Args:
-            number: FormedGeneration number of the new connections.
+            number: Generation number of the new connections.
             group: Name of the group's key.
             ranks: Members to connect.
 
@@ -417,7 +417,7 @@ class Member:
         the first call for a generation counts.
 
         Args:
-            number: FormedGeneration to be formed.
+            number: Generation to be formed.
             in_step: Whether this process waits inside a step.
             trainer: Captured trainer state; empty if there is none.
             part: See `StopReport.part`.

@@ -13,6 +13,7 @@ OPTIONS = {
     "full": {},
     "recomputed, chunks": {"activation_checkpointing": True, "loss_chunks": 3},
     "contexts": {"context_parallel_degree": 2},
+    "one node": {"hybrid_shard_degree": 2},
 }
 
 
@@ -32,7 +33,8 @@ OPTIONS = {
     ],
 )
 def test_nodes_over_which_a_shard_axis_is_spread(sizes, nodes):
-    assert Topology(**sizes).nodes_per_shard_axis == nodes
+    assert Topology(**sizes, node_collectives=True).nodes_per_shard_axis == nodes
+    assert Topology(**sizes).nodes_per_shard_axis == 1
 
 
 def model():
@@ -44,7 +46,7 @@ def model():
     return LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": VOCABULARY})))
 
 
-def two_stages(is_chosen):
+def two_stages():
     """Training with each of the options, and what both stages make of given values."""
     from hyperpod_plugins.parallel import ParallelConfig, build_mesh, node_collectives
     from hyperpod_plugins.parallel.topology import node_groups
@@ -60,9 +62,8 @@ def two_stages(is_chosen):
 
         return run
 
-    node_collectives._duration_s = lambda call: 1.0 if "flat" in call.__qualname__ else 2.0 - 1.5 * is_chosen
-    mesh = build_mesh(ParallelConfig().topology(4, ranks_per_node=2), DEVICE)
-    group, within, across = node_groups(mesh["shard"])
+    mesh = build_mesh(ParallelConfig(node_collectives=True).topology(4, ranks_per_node=2), DEVICE)
+    group, (within, across) = mesh.get_group("shard"), node_groups(mesh["shard"])
     assert [dist.get_process_group_ranks(each) for each in (within, across)] == [
         [rank for rank in range(4) if rank // 2 == dist.get_rank() // 2],
         [rank for rank in range(4) if rank % 2 == dist.get_rank() % 2],
@@ -82,17 +83,19 @@ def two_stages(is_chosen):
     node_collectives.NodeAllGather(within, across)(gathered[1], values, group)
     node_collectives.NodeAllGather.__call__ = counted("gather", gather)
     node_collectives.NodeReduceScatter.__call__ = counted("reduce", reduce)
-    trained = {name: train_on_mesh(model(), options) for name, options in OPTIONS.items()}
+    trained = {}
+    for name, options in OPTIONS.items():
+        before = sum(calls.values())
+        trained[name] = train_on_mesh(model(), {"node_collectives": True, **options})
+        assert (sum(calls.values()) > before) is (name != "one node"), name
     return calls, results, gathered, trained
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("is_chosen", [True, False])
-def test_two_stages_equal_one(run_ranks, is_chosen):
+def test_two_stages_equal_one(run_ranks):
     alone = train_alone(model())
-    for calls, results, gathered, trained in run_ranks(two_stages, is_chosen, world_size=4, nodes=2):
-        assert calls["reduce"] > 10
-        assert (calls["gather"] > 10) is is_chosen
+    for calls, results, gathered, trained in run_ranks(two_stages, world_size=4, nodes=2):
+        assert min(calls.values()) > 10
         assert torch.equal(*gathered)
         for one, other in zip(results[:3], results[3:], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
