@@ -27,6 +27,7 @@ from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 torch.set_num_threads(1)
 LAYOUTS = {
     "hsdp": {"hybrid_shard_degree": 2},
+    "nodes": {"hybrid_shard_degree": 4, "node_collectives": True},
     "tensor": {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1},
     "replicas": {"hybrid_shard_degree": 1},
 }

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.spawns
 class Nodes:
     """Two nodes of two ranks on this machine; the first, which serves the store, has the ranks 0 and 1."""
 
-    def __init__(self, folder, launcher, faults, args):
+    def __init__(self, folder, launcher, faults, args, script="ranks_transaction.py", environ=None):
+        self.script, self.environ = script, environ or {}
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.port = free.getsockname()[1]
@@ -32,10 +33,10 @@ class Nodes:
         self.start("second")
 
     def start(self, name):
-        where = {"FAULTS_FOLDER": str(self.folder)}
+        where = {"FAULTS_FOLDER": str(self.folder), **self.environ}
         self.outputs.append(self.folder / name)
         agent = start(
-            "ranks_transaction.py",
+            self.script,
             self.folder / name,
             faults=self.faults,
             num_ranks=2,
@@ -86,8 +87,8 @@ class Nodes:
 def nodes(tmp_path):
     started = []
 
-    def begin(launcher, faults, *args):
-        started.append(Nodes(tmp_path / "nodes", launcher, faults, args))
+    def begin(launcher, faults, *args, name="nodes", **options):
+        started.append(Nodes(tmp_path / name, launcher, faults, args, **options))
         return started[-1]
 
     yield begin
@@ -142,3 +143,17 @@ def test_torchrun_ends_the_other_workers_of_a_node_and_none_of_other_nodes(nodes
     assert processes(found) == [[0], [0], [0, 1], [0, 1]]
     check_equal(undisturbed, found)
     assert "torchrun ended all workers of node 1" in found.results()[0]["repairs"][0]
+
+
+def test_a_process_is_lost_whose_shards_are_gathered_in_two_stages(nodes):
+    """The groups of both stages are formed again. Each shard exists once, so the job returns to a snapshot."""
+    options = {"script": "ranks_lightning.py", "environ": {"LAYOUT": "nodes", "PATIENCE": "100"}}
+    preload = ("--preload", "torch,torch.distributed.fsdp,lightning.pytorch,torchmetrics")
+    jobs = []
+    for name, faults in (("calm", []), ("disturbed", [["forward", 9, 3, "kill"], ["backward", 15, 0, "kill"]])):
+        job = nodes(HYPERPODRUN, faults, *preload, name=name, **options)
+        jobs.append(job.end(*job.agents))
+    assert jobs[1].num_faults == 2
+    for rank, (wanted, found) in enumerate(zip(*(job.results() for job in jobs), strict=True)):
+        different = [name for name, value in wanted["state"].items() if not torch.equal(value, found["state"][name])]
+        assert not different, (rank, different)
