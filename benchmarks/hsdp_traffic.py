@@ -59,8 +59,6 @@ def join_node(nodes: list[Node], sharding: Sharding) -> None:
     netns.enter(nodes[rank // RANKS_PER_NODE].namespace)
     os.environ.update(
         GLOO_SOCKET_IFNAME=netns.INTERFACE,
-        LOCAL_WORLD_SIZE=str(RANKS_PER_NODE),
-        LOCAL_RANK=str(rank % RANKS_PER_NODE),
         MASTER_ADDR=nodes[0].address,
         MASTER_PORT=str(PORT[sharding]),
         TORCHELASTIC_USE_AGENT_STORE="False",

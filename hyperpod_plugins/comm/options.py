@@ -7,6 +7,8 @@ from typing import Literal, get_args
 from hyperpod_plugins.errors import ConfigError
 
 TransportName = Literal["auto", "gloo", "nccl", "smddp"]
+SHARD_NODE, SHARD_ACROSS = "shard_node", "shard_across"
+"""Axes of the groups of a shard axis that crosses nodes: its ranks on one node, and one of each node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,15 +24,12 @@ from torch._C._distributed_c10d import Backend, Store
 from typing_extensions import override
 
 from hyperpod_plugins.comm.health import Phase
-from hyperpod_plugins.comm.options import CommOptions, GroupKey
+from hyperpod_plugins.comm.options import SHARD_ACROSS, SHARD_NODE, CommOptions, GroupKey
 from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.traffic import Collective
 from hyperpod_plugins.comm.transport import InnerGroup, transport_message
 from hyperpod_plugins.comm.work import FinishedWork, ResilientWork, no_op_group, raise_peer_lost, reduce_scatter
 from hyperpod_plugins.errors import CommError, LoopError, PeerLost
-
-_STAGES = ("shard_node", "shard_across")
-"""Axes of the two stages of `parallel/node_collectives.py`: ranks of one node, and one rank of each node."""
 
 
 def num_bytes(tensors: Tensor | Sequence[Any]) -> int:
@@ -284,7 +281,7 @@ class ResilientProcessGroup(DelegatingGroup):
     @property
     @override
     def exchanges_parts(self) -> bool:
-        return self._size == 2 or self.key.axis in _STAGES
+        return self._size == 2 or self.key.axis in (SHARD_NODE, SHARD_ACROSS)
 
     @property
     def store_prefix(self) -> str:

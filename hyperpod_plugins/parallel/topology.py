@@ -23,10 +23,12 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyperpod_plugins.comm import GroupKey, live_groups, new_axis_group
+from hyperpod_plugins.comm.options import SHARD_ACROSS, SHARD_NODE
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.errors import CommError, ConfigError, DegreeError
 
@@ -39,8 +41,6 @@ EXPERT = "expert"
 EXPERT_SHARD = "expert_shard"
 """Name of the group of ranks of a replica that share the same experts, and of that axis of the mesh of experts."""
 EXPERT_AXES = ("replicate", EXPERT_SHARD, EXPERT)
-SHARD_NODE, SHARD_ACROSS = "shard_node", "shard_across"
-"""Names of the groups of a shard axis that crosses nodes: its ranks on one node, and one of each node."""
 _existing_groups: WeakValueDictionary[tuple[str, frozenset[tuple[str, int]]], ResilientProcessGroup] = (
     WeakValueDictionary()
 )
@@ -262,7 +262,13 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
 
     Returns:
         A mesh of shape `topology.shape` whose groups know their `GroupKey`.
+
+    Raises:
+        ConfigError: the topology has `node_collectives`, and another node has another number of ranks.
     """
+    world = dist.group.WORLD
+    if topology.node_collectives and isinstance(world, ResilientProcessGroup):
+        check_nodes_are_alike(world.root_store, topology.ranks_per_node)
     groups: list[dist.ProcessGroup] = [new_axis_group(*_group_of(topology, axis, dist.get_rank())) for axis in AXES]
     if topology.context_degree > 1:
         new_axis_group(*_group_of(topology, CONTEXT, dist.get_rank()))
@@ -272,6 +278,20 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
         new_axis_group(*_group_of(topology, axis, dist.get_rank()))
     ranks = torch.arange(topology.world_size).view(topology.shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
+def check_nodes_are_alike(store: Store, ranks_per_node: int) -> None:
+    """Refuse nodes with different numbers of ranks: their ranks would form different groups, and wait for each other.
+
+    Raises:
+        ConfigError: a rank that has called this before is on a node with another number of ranks.
+    """
+    first = store.compare_set("ranks_per_node", "", str(ranks_per_node)).decode(errors="replace")
+    if first != str(ranks_per_node):
+        raise ConfigError(
+            f"node_collectives=True needs nodes with the same number of ranks, but this node has {ranks_per_node} and "
+            f"another one {first[:20]!r}. Start the same number on each, or leave node_collectives out."
+        )
 
 
 def build_data_group(topology: Topology) -> dist.ProcessGroup:

@@ -7,7 +7,9 @@ from device import DEVICE
 from parallel.equal_training import train_alone, train_on_mesh
 from parallel.test_expert_ranks import assert_close
 
+from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
+from hyperpod_plugins.parallel.topology import check_nodes_are_alike
 
 OPTIONS = {
     "full": {},
@@ -35,6 +37,14 @@ OPTIONS = {
 def test_nodes_over_which_a_shard_axis_is_spread(sizes, nodes):
     assert Topology(**sizes, node_collectives=True).nodes_per_shard_axis == nodes
     assert Topology(**sizes).nodes_per_shard_axis == 1
+
+
+def test_nodes_with_other_numbers_of_ranks_are_refused():
+    store = dist.HashStore()
+    for _ in range(3):
+        check_nodes_are_alike(store, 4)
+    with pytest.raises(ConfigError, match="this node has 2 and another one '4'"):
+        check_nodes_are_alike(store, 2)
 
 
 def model():
