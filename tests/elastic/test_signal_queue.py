@@ -1,7 +1,10 @@
 """What the agent does with the signals that it gets."""
 
+import io
+import logging
 import os
 import signal
+import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -45,3 +48,19 @@ def test_a_signal_waits_inside_of_what_must_not_be_cut_in_two(inbox):
     get(signal.SIGTERM)  # as the agent logs the first one
     with pytest.raises(SignalException):
         inbox.raise_pending()
+
+
+def test_a_signal_waits_for_the_end_of_a_message(inbox, capsys):
+    class Interrupted(io.StringIO):
+        def write(self, text):
+            get(signal.SIGTERM)
+            return super().write(text)
+
+    stream = Interrupted()
+    log = logging.Logger("interrupted")
+    log.addHandler(logging.StreamHandler(stream))
+    with pytest.raises(SignalException):
+        log.warning("waiting")
+        time.sleep(10)
+    assert stream.getvalue() == "waiting\n"
+    assert "Traceback" not in capsys.readouterr().err

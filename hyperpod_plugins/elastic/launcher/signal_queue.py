@@ -1,6 +1,7 @@
 """Signals to the agent, deferred until it can act on them, and signal handling of workers."""
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ STUCK_S = 2.0
 _END_S = 4.0
 """How long the agent may live after a signal that ends it, once no worker runs here and its store is closed."""
 _POLL_S = 0.05
+_LOGGING_FILE = logging.Logger.handle.__code__.co_filename
 
 
 def ignore_notices() -> None:
@@ -57,7 +59,8 @@ class SignalQueue:
 
     torch's handler raises in the middle of running code. This one does so only outside `deferred`, and only once;
     otherwise the signal waits for `raise_pending`. So a signal interrupts neither an exchange with the fork server or
-    the store, nor the shutdown that follows the first signal.
+    the store, nor the shutdown that follows the first signal. While a message is logged, it waits for the end of that:
+    `logging` prints what its handlers raise, and goes on.
     """
 
     def __init__(self, ending: Sequence[signal.Signals]) -> None:
@@ -138,7 +141,10 @@ class SignalQueue:
             while self._reader.recv(4096):
                 pass
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if _is_logging(frame):
+            threading.Timer(_POLL_S, os.kill, (os.getpid(), number)).start()
+            return
         arrived = signal.Signals(number)
         self._num_interrupts += arrived == signal.SIGINT
         with contextlib.suppress(BlockingIOError):
@@ -187,6 +193,14 @@ def exit_in_time(
         file=sys.stderr,
     )
     os._exit(128 + number)  # the fork server ends with this process, and the workers with the fork server
+
+
+def _is_logging(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _LOGGING_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _exception(number: signal.Signals) -> SignalException:
