@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from elastic import endings
-from launched import Job
 
 from hyperpod_plugins.elastic.membership.admission import publish_initial_world
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, publish_elastic_spec
@@ -75,9 +74,8 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_a_broken_node_that_joins_leaves_the_job_alone(launch, monkeypatch):
+def test_a_broken_node_that_joins_leaves_the_job_alone(launch):
     """Where it is to be taken in, and where it takes the slot of a lost one."""
-    monkeypatch.setattr(Job, "is_warm", False)  # a node that comes at once finds that the lost one still has its slot
     port = free_port()
     good, broken = "wait('finish')", "sys.exit(3)"
 
@@ -94,12 +92,12 @@ def test_a_broken_node_that_joins_leaves_the_job_alone(launch, monkeypatch):
     joins = start(broken)
     assert joins.code() == 1
     assert "the job goes on without the workers of this node" in joins.text()
+    [lost] = {rank for rank, _ in second.said()}
     second.agent.kill()
-    second.agent.wait(10)
+    first.await_(lambda: f"slot {lost} is vacant" in first.text())
     replaces = start(broken)
     assert replaces.code() == 1
     assert "the job goes on without the workers of this node" in replaces.text()
-    [lost] = {rank for rank, _ in second.said()}
     assert {rank for rank, _ in replaces.said()} == {lost}
     last = start(good)
     last.await_(lambda: lost in {rank for rank, _ in last.said()})
