@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.comm.runtime import group_health
-from hyperpod_plugins.comm.sockets import Listener, connect_nonblocking, set_kernel_timeout
+from hyperpod_plugins.comm.sockets import Listener, connect_nonblocking, receive_all, set_kernel_timeout
 from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
@@ -267,10 +267,10 @@ class ChannelConnections:
         try:
             target.blocking_socket(patience_s).sendall(target.header(kind, len(data)) + data)
             connection = source.blocking_socket(patience_s)
-            num_bytes = source.parse_header(_receive_all(connection, _FRAME.size), kind, label, of)
+            num_bytes = source.parse_header(receive_all(connection, _FRAME.size), kind, label, of)
             if num_bytes > Channel.SMALL_BYTES:
                 raise ConnectionError(f"connection to rank {of}: {label!r} has {num_bytes:,} bytes")
-            return _receive_all(connection, num_bytes)
+            return receive_all(connection, num_bytes)
         except BlockingIOError:
             raise TimeoutError(
                 f"transfer of {label!r} with ranks {to} and {of}: no byte moved for {patience_s:.0f} s, timed out"
@@ -342,17 +342,6 @@ class _Link:
             set_kernel_timeout(self.socket, patience_s)
             self._patience_s = patience_s
         return self.socket
-
-
-def _receive_all(connection: socket.socket, num_bytes: int) -> bytes:
-    """Receive exactly `num_bytes`; raise `BlockingIOError` on a timeout."""
-    data = b""
-    while len(data) < num_bytes:
-        more = connection.recv(num_bytes - len(data), socket.MSG_WAITALL)
-        if not more:
-            raise ConnectionResetError("the connection was closed by its peer")
-        data += more
-    return data
 
 
 class _Transfer:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.comm.runtime import group_health
-from hyperpod_plugins.comm.sockets import Listener, open_connection, set_kernel_timeout
+from hyperpod_plugins.comm.sockets import Listener, open_connection, receive_all, set_kernel_timeout
 from hyperpod_plugins.comm.transport import InnerGroup
 from hyperpod_plugins.comm.work import PeerWait
 from hyperpod_plugins.errors import CommError
@@ -86,9 +86,7 @@ class CommitVote:
         to.sendall(bytes((self._number, value)))
 
     def _receive(self, of: socket.socket) -> int:
-        data = of.recv(_MESSAGE_BYTES, socket.MSG_WAITALL)
-        if len(data) < _MESSAGE_BYTES:
-            raise ConnectionResetError("a commit-vote connection was closed by its peer")
+        data = receive_all(of, _MESSAGE_BYTES)
         if data[0] != self._number:
             raise ConnectionError(f"received vote {data[0]} instead of vote {self._number}")
         return data[1]

@@ -139,6 +139,8 @@ _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")  # the token, and the caller's rank
 _GREETING_S = 5.0
 _MAX_CALLERS = 64
+_LOOK_S = 0.0002
+"""How long `receive_all` looks for a message before it sleeps."""
 
 
 class Listener:
@@ -238,6 +240,36 @@ def connect_nonblocking(invitation: str, rank: int) -> tuple[socket.socket, byte
     with suppress(BlockingIOError):
         connection.connect((host, int(port)))
     return connection, _GREETING.pack(bytes.fromhex(token), rank)
+
+
+def receive_all(connection: socket.socket, num_bytes: int) -> bytes:
+    """Receive exactly `num_bytes` from a blocking socket, and look for them for a moment before sleeping.
+
+    Waking a thread that sleeps in a receive takes several times as long as the message itself.
+
+    Raises:
+        BlockingIOError: no byte has come within the socket's kernel timeout.
+        ConnectionResetError: the peer has closed the connection.
+    """
+    data = _receive_at_once(connection, num_bytes)
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise ConnectionResetError("the connection was closed by its peer")
+        data += more
+    return data
+
+
+def _receive_at_once(connection: socket.socket, num_bytes: int) -> bytes:
+    """What comes within `_LOOK_S`, at most `num_bytes`; empty if nothing does, or the connection was closed."""
+    until_s = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            return connection.recv(num_bytes, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                return b""
+            os.sched_yield()  # the peer may be waiting for this core
 
 
 def set_kernel_timeout(connection: socket.socket, timeout_s: float) -> None:

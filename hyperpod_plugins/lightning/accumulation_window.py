@@ -483,7 +483,7 @@ class AccumulationWindow:
         self._means.begin()
         counts = self._zero_grad_counts
         self._zero_grads = {"total": dict(vars(counts.total)), "current": dict(vars(counts.current))}
-        with self._callbacks.as_step_begins():
+        with self._beginning.just_begun(), self._callbacks.as_step_begins():
             self._local.begin(step, begins_epoch=begins_epoch)
 
     @property

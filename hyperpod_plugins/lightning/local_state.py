@@ -425,16 +425,16 @@ def attributes_of(trainer: Trainer) -> dict[str, PlainAttributes]:
             if owners is of_module:
                 settings = former and former.settings
                 if settings is None or settings.model is not module:
-                    settings = ModuleSettings(module, partial(_modes_to_restore, trainer))
+                    settings = ModuleSettings(module, partial(_modes_to_restore, trainer, module))
             known[name] = PlainAttributes(
                 owners, ignored=ignored, model=module, left_out=left_out, former=former, settings=settings
             )
     return known
 
 
-def _modes_to_restore(trainer: Trainer) -> Modes | None:
+def _modes_to_restore(trainer: Trainer, module: LightningModule) -> Modes | None:
     """While an evaluation has the model in evaluation mode: the modes that Lightning restores at its end."""
-    if trainer.lightning_module.training or trainer.training:
+    if module.training or trainer.training:
         return None
     loop = cast("Any", trainer._active_loop)  # of an evaluation
     return None if loop is None else loop._module_mode.mode

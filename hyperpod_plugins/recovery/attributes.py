@@ -22,9 +22,9 @@ object of that name; if it has none, it makes one, without a call of the program
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -68,9 +68,12 @@ from hyperpod_plugins.recovery.held_objects import (
     StateCopies,
     can_be_made,
     find_held,
+    has_state,
     holds_any,
     is_full,
+    is_made_when_read,
     make,
+    may_hide,
     may_hold_objects,
     packages_of,
     reader_of,
@@ -78,7 +81,7 @@ from hyperpod_plugins.recovery.held_objects import (
 )
 from hyperpod_plugins.recovery.module_settings import KeptModules, ModuleSettings
 from hyperpod_plugins.recovery.packing import are_same, pack
-from hyperpod_plugins.recovery.program_collectives import is_library, is_of_program
+from hyperpod_plugins.recovery.program_collectives import is_of_program
 
 _log = logging.getLogger(__name__)
 ATTRIBUTES = "attributes"
@@ -195,6 +198,7 @@ class PlainAttributes:
         """The last contents, which serve again while they are the same."""
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
         self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
+        self._kept, self._holds_still = (list[Any](), dict[int, Contents]()), False
         self._num_kept, self._quick_text, self._quick = 0, b"", list[int]()
         self._sent: dict[str, Any] = {}
         self._sent_of: tuple[list[Any], dict[int, Contents]] | None = None
@@ -257,7 +261,17 @@ class PlainAttributes:
         for name in self._by_state & self._held.keys() if self._by_state else ():
             states[name] = self._state_copies.state_of(FollowedObject(name, self._held[name].value, FollowMode.STATE))
         modules = None if self.settings is None else self.settings.kept
+        self._kept = values, contents
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states, modules)
+
+    @contextmanager
+    def as_kept(self) -> Generator[None]:
+        """Context in which the program does not run: `state_dict` takes what the last `keep` has found."""
+        self._holds_still = True
+        try:
+            yield
+        finally:
+            self._holds_still = False
 
     def put_back(self, kept: KeptAttributes) -> None:
         """Restore all attributes: the same objects, with the contents that were kept."""
@@ -466,6 +480,7 @@ class PlainAttributes:
 
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""
+        self._holds_still = False  # what hooks have written may be undone for a moment
         self._note_parameters()
         is_left_out = self._is_left_out if self._follows else lambda _: True
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
@@ -524,6 +539,8 @@ class PlainAttributes:
 
     def _present(self) -> tuple[list[Any], dict[int, Contents]]:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
+        if self._holds_still:
+            return self._kept
         if self.settings is not None and self.settings.follow():
             self._sent_of = None
         self._are_parameters_known = False
@@ -666,7 +683,7 @@ class PlainAttributes:
         for name, each in found.items():
             held = self._held[name]
             bad = _unsendable(each, names)
-            if bad and name not in self._owners and _has_state(held.value):
+            if bad and name not in self._owners and has_state(held.value):
                 self._by_state.add(name)
                 states[name] = self._state_form(FollowedObject(name, held.value, FollowMode.STATE))
                 for key in bad:
@@ -681,7 +698,7 @@ class PlainAttributes:
         for key in _unsendable(values, names):
             value, contents = self._at_mark.get((owner, key), (ABSENT, None))
             is_as_marked = values[key] is value and (contents is None or is_same(contents))
-            if is_as_marked or _is_made_when_read(type(self._held[owner].value), key):
+            if is_as_marked or is_made_when_read(type(self._held[owner].value), key):
                 values[key] = OWN
         return values
 
@@ -698,7 +715,7 @@ class PlainAttributes:
             return True
         if any(key in table.get(each, {}) for each in _TABLES if isinstance(held.value, nn.Module)):
             return False
-        return key in table or all(_may_hide(base, key) for base in type(held.value).__mro__)
+        return key in table or all(may_hide(base, key) for base in type(held.value).__mro__)
 
     def _put_back(self, held: FollowedObject, table: _Table, key: str, value: Any, contents: Contents | None) -> None:
         if value is ABSENT:
@@ -816,22 +833,6 @@ class _Loading:
         if made is not None:
             self._made[name] = made
         return made
-
-
-def _may_hide(cls: type, key: str) -> bool:
-    """Whether an attribute may hide one of its class: only a value that the program begins with, such as `n = 0`."""
-    if key not in vars(cls):
-        return True
-    return not is_library(cls.__module__) and not {"__get__", "__set__"} & {*dir(type(vars(cls)[key]))}
-
-
-def _is_made_when_read(cls: type, key: str) -> bool:
-    """Whether an attribute is a `cached_property`, which each process computes for itself."""
-    return any(isinstance(vars(base).get(key), cached_property) for base in cls.__mro__)
-
-
-def _has_state(value: object) -> bool:
-    return all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _may_have_held(before: Any, value: Any) -> bool:

@@ -25,7 +25,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from threading import Thread
 from typing import Any, cast
 
@@ -482,3 +482,20 @@ def set_state(held: FollowedObject, state: Any) -> None:
     else:
         version, numbers, following = state
         value.setstate((version, tuple(map(int, numbers)), following))
+
+
+def may_hide(cls: type, key: str) -> bool:
+    """Whether an attribute may hide one of its class: only a value that the program begins with, such as `n = 0`."""
+    if key not in vars(cls):
+        return True
+    return not is_library(cls.__module__) and not {"__get__", "__set__"} & {*dir(type(vars(cls)[key]))}
+
+
+def is_made_when_read(cls: type, key: str) -> bool:
+    """Whether an attribute is a `cached_property`, which each process computes for itself."""
+    return any(isinstance(vars(base).get(key), cached_property) for base in cls.__mro__)
+
+
+def has_state(value: object) -> bool:
+    """Whether an object has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(type(value), name, None)) for name in ("state_dict", "load_state_dict"))

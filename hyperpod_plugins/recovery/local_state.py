@@ -64,6 +64,7 @@ BUFFERS = "buffers"
 """Name under which the buffers of a model are registered."""
 _WHOLE, _DIGEST = b"w", b"d"
 """First byte of a state, which says whether it follows, or only a digest because it is too large to be sent."""
+_NOTHING = pack({})
 _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"
@@ -751,10 +752,10 @@ class LocalStates:
 
         What a replacement needs comes first, so that it can be compared without the rest.
         """
-        needed, others = (
-            pack({name: state for name, state in present.items() if state and (name in self._repeated) is is_repeated})
-            for is_repeated in (False, True)
-        )
+        parts = {name: state for name, state in present.items() if state}
+        repeated = {name: state for name, state in parts.items() if name in self._repeated}
+        needed = pack({name: state for name, state in parts.items() if name not in repeated})
+        others = pack(repeated) if repeated else _NOTHING
         data = b"".join([_WHOLE, len(needed).to_bytes(_NUM_SIZE_BYTES), needed, others])
         if len(data) <= limit_bytes:
             return data

@@ -4,8 +4,8 @@
 # pyright: reportPrivateUsage=false
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Self, cast
@@ -225,6 +225,14 @@ class StepStart:
         is_summed = self._num_begun <= self._sums_until or self._num_begun & (self._num_begun - 1) == 0
         self._sums = _sums_of_bits(self._watched) if is_summed else []
         self._piece = None if is_summed or not self._watched else SampledPiece(self._watched, self._num_begun)
+
+    @contextmanager
+    def just_begun(self) -> Generator[None]:
+        """Context right after `begin`, in which the program does not run: its attributes need not be read again."""
+        with ExitStack() as stack:
+            for each, _ in self._attributes:
+                stack.enter_context(each.as_kept())
+            yield
 
     def _collect(self) -> None:
         """Collect modules and parameters again if they have changed, and all that depends on them."""

@@ -470,7 +470,8 @@ class SessionState:
             self._can_undo_rest = self._rest.note_changes(self._beginning)
         self._modes = [(part, part.training) for part in self._beginning.parts]
         if self.local is not None:
-            self.local.begin(step)
+            with self._beginning.just_begun():
+                self.local.begin(step)
 
     @property
     def is_within_step(self) -> bool:

@@ -59,8 +59,12 @@ def test_a_signal_waits_for_the_end_of_a_message(inbox, capsys):
     stream = Interrupted()
     log = logging.Logger("interrupted")
     log.addHandler(logging.StreamHandler(stream))
-    with pytest.raises(SignalException):
+
+    def log_and_wait():
         log.warning("waiting")
         time.sleep(10)
+
+    with pytest.raises(SignalException):
+        log_and_wait()
     assert stream.getvalue() == "waiting\n"
     assert "Traceback" not in capsys.readouterr().err
