@@ -61,9 +61,7 @@ class ParallelConfig:
     tensor_parallel_degree: int = 1
     """Number of ranks that each layer's matrices are split over."""
     expert_parallel_degree: int = 1
-    """Number of ranks that the experts of a layer are divided among. Part of the shard axis; excludes tensor
-    parallelism.
-    """
+    """Number of ranks that the experts of a layer are divided among. Part of the shard axis."""
     context_parallel_degree: int = 1
     """Number of ranks that a sequence is split over. Part of the shard axis."""
     random_seed: int = 12345
@@ -209,11 +207,6 @@ class ParallelConfig:
         )
 
     def _check_combinations(self) -> None:
-        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
-            raise ConfigError(
-                f"expert_parallel_degree={self.expert_parallel_degree} cannot be combined with "
-                f"tensor_parallel_degree={self.tensor_parallel_degree}: set one of them to 1."
-            )
         for name in ("context_parallel_degree", "expert_parallel_degree"):
             degree = getattr(self, name)
             if self.hybrid_shard_degree and self.hybrid_shard_degree % degree:
@@ -282,7 +275,10 @@ class ParallelConfig:
             "optimizer_offload": "no optimizer step on the host has been tried with its groups of ranks",
         }
         with_contexts = {"tensor_parallel_degree": "the heads of attention would be divided twice"}
-        with_experts = {"mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward"}
+        with_experts = {
+            "mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward",
+            "sequence_parallel": "the results have not been compared with those of one process",
+        }
         for name, others in (
             ("expert_parallel_degree", with_experts | beside),
             ("context_parallel_degree", with_contexts | beside),

@@ -16,11 +16,16 @@ ranks of the group: it has both exchanges also on a rank whose experts get no ro
 group's losses. FSDP2 averages them over the ranks that share the experts, and these are fewer than the ranks whose
 losses are averaged, by the size of the group. So the gradients of rows that come back to the experts are divided by it,
 and those that leave the experts towards the tokens are multiplied by it again; for a power of two, that changes no bit.
+
+[Note: with tensor parallelism] The ranks of a tensor group have the same tokens. Each takes an equal part of them to
+the experts (`TokenParts`), and all get all results, so that no token is computed twice. Experts are not split by their
+features: the ranks of a tensor group are among those over which FSDP2 shards and averages them. Their number has to be
+made up for as well, since their gradients are terms of one loss.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.parallel.context_attention import all_gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,11 +50,18 @@ class Routes:
     """Number of rows that go to each rank."""
     received: list[int]
     """Number of rows that come from each rank."""
+    tensor_degree: int = 1
+    """Number of ranks that divide the tokens before."""
 
     @property
-    def degree(self) -> int:
-        """Number of ranks of the group."""
-        return len(self.sent)
+    def too_few(self) -> float:
+        """Ranks whose losses are averaged, per rank over which FSDP2 averages; see [Note: gradients of experts]."""
+        return len(self.sent) / self.tensor_degree
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of this rank's tokens."""
+        return len(self.order) // self.num_choices
 
     @property
     def place(self) -> Tensor:
@@ -81,13 +94,16 @@ def check_inputs(layer: str, hidden: Tensor, expert_index: Tensor, weights: Tens
         )
 
 
-def route(expert_index: Tensor, num_experts: int, group: dist.ProcessGroup) -> tuple[Routes, Tensor]:
+def route(
+    expert_index: Tensor, num_experts: int, group: dist.ProcessGroup, *, tensor_degree: int = 1
+) -> tuple[Routes, Tensor]:
     """Decide how rows travel. A collective, after which the host waits for the device.
 
     Args:
         expert_index: experts of each token, `(tokens, choices)`.
         num_experts: of the whole layer; each rank of the group has an equal part of them, in order.
         group: of the ranks that the experts are divided among.
+        tensor_degree: number of ranks that divide the tokens before.
 
     Returns:
         The routes, and for each row that comes here the index of its expert among those of this rank, `(rows,)`.
@@ -112,7 +128,14 @@ def route(expert_index: Tensor, num_experts: int, group: dist.ProcessGroup) -> t
         received.zero_()
         sizes[1] = [0] * degree
     own = torch.arange(num_experts // degree, device=experts.device).repeat(degree)
-    routes = Routes(group=group, num_choices=expert_index.shape[-1], order=order, sent=sizes[0], received=sizes[1])
+    routes = Routes(
+        group=group,
+        num_choices=expert_index.shape[-1],
+        order=order,
+        sent=sizes[0],
+        received=sizes[1],
+        tensor_degree=tensor_degree,
+    )
     return routes, own.repeat_interleave(received.reshape(-1), output_size=sum(sizes[1]))
 
 
@@ -153,8 +176,8 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         routes: Routes = ctx.routes
-        rows = routes.send_back(gradient * routes.degree)  # [Note: gradients of experts]
-        return rows[routes.place].unflatten(0, (-1, routes.num_choices)).sum(dim=1), None
+        rows = routes.send_back(gradient * routes.too_few)  # [Note: gradients of experts]
+        return rows[routes.place].unflatten(0, (routes.num_tokens, routes.num_choices)).sum(dim=1), None
 
 
 class _Combine(torch.autograd.Function):
@@ -163,13 +186,75 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
         ctx.routes = routes
-        return routes.send_back(rows)[routes.place].unflatten(0, (-1, routes.num_choices))
+        return routes.send_back(rows)[routes.place].unflatten(0, (routes.num_tokens, routes.num_choices))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         routes: Routes = ctx.routes
-        return routes.send(gradient.flatten(0, 1)[routes.order]).div_(routes.degree), None
+        return routes.send(gradient.flatten(0, 1)[routes.order]).div_(routes.too_few), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenParts:
+    """The parts of the tokens of one layer's forward that the ranks of a tensor group take to the experts."""
+
+    group: dist.ProcessGroup
+    num_tokens: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of each part; the last ones may have fewer, or none."""
+        return -(-self.num_tokens // self.group.size())
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """This rank's part of what all ranks have, `(num_tokens, ...)`. Differentiable."""
+        return cast("Any", _Divide.apply(tokens, self))
+
+    def join(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, `(num_tokens, ...)`. Differentiable."""
+        return cast("Any", _Join.apply(part, self))
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """This rank's part."""
+        begin = self.group.rank() * self.size
+        return tokens[begin : begin + self.size]
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All parts; in bytes, so that they may be of any type."""
+        padded = part.new_zeros((self.size, *part.shape[1:]))
+        padded[: len(part)] = part
+        whole = part.new_empty((self.size * self.group.size(), *part.shape[1:]))
+        all_gather(whole.view(-1).view(torch.uint8), padded.view(-1).view(torch.uint8), self.group)
+        return whole[: self.num_tokens]
+
+
+class _Divide(torch.autograd.Function):
+    """See `TokenParts.own`: what comes before it needs the gradient of all tokens on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, parts: TokenParts) -> Tensor:
+        ctx.parts = parts
+        return parts.cut(tokens).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.parts.gather(gradient), None
+
+
+class _Join(torch.autograd.Function):
+    """See `TokenParts.join`: all ranks have the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, parts: TokenParts) -> Tensor:
+        ctx.parts = parts
+        return parts.gather(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.parts.cut(gradient).clone(), None
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -5,7 +5,7 @@ its forward exchange tokens (`expert_exchange.py`), and shards what each rank ho
 
     parameter of experts   expert dimension split over `expert`, each part sharded over `expert_shard`, on the mesh of
                            `build_expert_mesh`; its name and its global shape stay those of the whole model
-    everything else        as without expert parallelism, over `replicate x shard`
+    everything else        as without expert parallelism, over `replicate x shard` (and `tensor`)
 
 Served are the layers of experts of transformers that its own plans for expert parallelism name, whatever computes them
 (`experts_implementation`), and modules of your own that say `holds_experts = True`:
@@ -41,14 +41,14 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, format_list
 from hyperpod_plugins.memory.chunked_loss import derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.expert_exchange import check_inputs, compute_with_experts, route
+from hyperpod_plugins.parallel.expert_exchange import TokenParts, check_inputs, compute_with_experts, route
 from hyperpod_plugins.parallel.hsdp import cached_mesh_slices, mixed_precision_policy
 from hyperpod_plugins.parallel.topology import EXPERT, EXPERT_SHARD, build_expert_mesh, expert_group
 
@@ -131,11 +131,12 @@ def shard_experts(
             f"expert_parallel_degree={config.expert_parallel_degree} is not served yet with reproducible=True or "
             "AdaScale. Use expert_parallel_degree=1, or leave the other out."
         )
-    degree, shard_degree = config.expert_parallel_degree, mesh["shard"].size()
+    degree, shard_degree, tensor_mesh = config.expert_parallel_degree, mesh["shard"].size(), mesh["tensor"]
     expert_mesh = build_expert_mesh(mesh, degree)
+    num_ranks = expert_mesh[EXPERT_SHARD].size()
     for name, part in experts.items():
         for key, parameter in part.named_parameters(recurse=False):
-            _shard_dim(f"{name}.{key}", parameter, degree, shard_degree // degree)  # before anything is changed
+            _shard_dim(f"{name}.{key}", parameter, degree, num_ranks)  # before anything is changed
     # Weights of experts are in the type of the router, which is more precise than the parameters' in mixed precision.
     policy = replace(mixed_precision_policy(config), cast_forward_inputs=False)
     with cached_mesh_slices(expert_mesh):
@@ -145,8 +146,8 @@ def shard_experts(
                 whole = distribute_tensor(parameter.detach(), expert_mesh[EXPERT], [Shard(0)], src_data_rank=None)
                 divided = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 part.register_parameter(key, divided)
-                dims[divided] = _shard_dim(f"{name}.{key}", parameter, degree, shard_degree // degree)
-            _exchange_tokens(part, shard_degree, degree)
+                dims[divided] = _shard_dim(f"{name}.{key}", parameter, degree, num_ranks)
+            _exchange_tokens(part, shard_degree, degree, tensor_mesh)
             fully_shard(
                 part,
                 mesh=expert_mesh["replicate", EXPERT_SHARD],
@@ -162,16 +163,21 @@ def expert_degree_of(model: nn.Module) -> int:
     return max((mesh[EXPERT].size() for mesh in meshes if EXPERT in (mesh.mesh_dim_names or ())), default=1)
 
 
-def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
+def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int, tensor_mesh: DeviceMesh) -> None:
     """Let the forward of a layer of experts compute with the experts of all ranks of the expert group."""
     kind: Any = type(part)
+    tensor_degree = tensor_mesh.size()
 
     @_disable_dynamo  # collectives within it, of sizes that the host reads
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
+        hidden, expert_index, weights = _local(hidden), _local(expert_index), _local(weights)
         check_inputs(kind.__name__, hidden, expert_index, weights)
-        group = expert_group(shard_degree, degree)
+        parts = TokenParts(group=tensor_mesh.get_group(), num_tokens=len(hidden)) if tensor_degree > 1 else None
+        if parts is not None:
+            hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
+        group = expert_group(shard_degree, tensor_degree, degree)
         num_experts: int = self.num_experts
-        routes, expert_of_row = route(expert_index, num_experts, group)
+        routes, expert_of_row = route(expert_index, num_experts, group, tensor_degree=tensor_degree)
 
         def compute(rows: Tensor, experts: Tensor) -> Tensor:
             with _own_experts(self, num_experts // degree):
@@ -184,9 +190,18 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int) -> None:
                 _check_result(kind, rows, result)
                 return result
 
-        return compute_with_experts(compute, hidden, weights, routes, expert_of_row)
+        result = compute_with_experts(compute, hidden, weights, routes, expert_of_row)
+        return result if parts is None else parts.join(result)
 
     part.__class__ = derived_class(kind, {"forward": forward})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A tensor that all ranks of a tensor group have, as a plain one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=whole).to_local(grad_placements=whole)
 
 
 def _check_result(kind: type[nn.Module], rows: Tensor, result: object) -> None:

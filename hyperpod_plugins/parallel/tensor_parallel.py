@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 from hyperpod_plugins.delayed_init.tape import full_name
 from hyperpod_plugins.errors import DegreeError, NotBuiltYetError, PlanError, format_list
 from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 from hyperpod_plugins.parallel.tensor_plans import (
     SPLIT_EXPERTS,
     complete_plan,
@@ -98,11 +99,18 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
+        if config.expert_parallel_degree > 1 and (experts := sorted(plan.keys() & layers_of_experts(model).keys())):
+            raise PlanError(
+                f"tensor_plan splits {format_list(experts)}, whose experts expert_parallel_degree="
+                f"{config.expert_parallel_degree} divides among ranks. Leave them out of one of the two."
+            )
         complete_plan(model, plan)
         refuse_fixed_heads(model, plan)
     else:
         own = _hugging_face_patterns(model, config.tensor_parallel_degree)
         plan = match_modules(model, own or LLAMA_LIKE_PLAN)
+        if config.expert_parallel_degree > 1:
+            plan = {name: style for name, style in plan.items() if name not in layers_of_experts(model)}
         _plan_experts(model, plan)
         if not plan or not (own or _is_llama_like(plan)):
             raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))

@@ -11,9 +11,11 @@ only one whose size may change in a running job; `update_group_members` then giv
 
 The ranks of `shard` may be split further: `context_degree` neighbours on it read the same samples, and each computes
 its part of the sequence; `expert_degree` neighbours divide the experts of each layer among them, and exchange tokens.
-Parameters of experts thus lie on a mesh of their own over the same ranks (`build_expert_mesh`):
+Parameters of experts thus lie on a mesh of their own over the same ranks (`build_expert_mesh`), whose axis
+`expert_shard` takes in that of `tensor`:
 
-    shard = expert_shard * expert_degree + expert
+    shard * tensor_degree + tensor = (expert_shard // tensor_degree * expert_degree + expert) * tensor_degree
+                                     + expert_shard % tensor_degree
 """
 
 from collections.abc import Mapping, Sequence
@@ -159,9 +161,13 @@ class Topology:
         return self._neighbours(global_rank, self.expert_degree)
 
     def expert_shard_peers(self, global_rank: int) -> tuple[int, ...]:
-        """Return the ranks of this replica over which the same experts are sharded, itself included."""
-        peers = self.peers(global_rank, "shard")
-        return peers[peers.index(global_rank) % self.expert_degree :: self.expert_degree]
+        """Return the ranks of this replica over which the same experts are sharded, itself included.
+
+        They have any tensor coordinate, because experts are not split by their features.
+        """
+        coordinates = self.coordinates(global_rank)
+        shards = self.peers(global_rank, "shard")[coordinates.shard % self.expert_degree :: self.expert_degree]
+        return tuple(rank for shard in shards for rank in self.peers(shard, "tensor"))
 
     def data_peers(self, global_rank: int) -> tuple[int, ...]:
         """Return one rank for each data rank: those with the same tensor coordinate and the same part of a sequence."""
@@ -316,30 +322,33 @@ def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGro
     return _existing_group(CONTEXT, {"of_shards": shard_degree, "of_contexts": context_degree})
 
 
-def expert_group(shard_degree: int, expert_degree: int) -> ResilientProcessGroup:
+def expert_group(shard_degree: int, tensor_degree: int, expert_degree: int) -> ResilientProcessGroup:
     """Return the group of the ranks among which the experts of a layer are divided, which `build_mesh` has created.
 
     Raises:
         ConfigError: there is none with these degrees.
     """
-    return _existing_group(EXPERT, {"of_shards": shard_degree, "of_experts": expert_degree})
+    return _existing_group(EXPERT, _degrees_of_experts(shard_degree, tensor_degree, expert_degree))
+
+
+def _degrees_of_experts(shard_degree: int, tensor_degree: int, expert_degree: int) -> dict[str, int]:
+    return {"of_shards": shard_degree, "of_tensors": tensor_degree, "of_experts": expert_degree}
 
 
 def build_expert_mesh(mesh: DeviceMesh, expert_degree: int) -> DeviceMesh:
     """Build the mesh of the parameters of experts, `EXPERT_AXES`, over the ranks of a mesh of `build_mesh`.
 
     Args:
-        mesh: `("replicate", "shard", "tensor")`, whose tensor degree is 1.
+        mesh: `("replicate", "shard", "tensor")`.
         expert_degree: number of ranks among which the experts of a layer are divided.
 
     Raises:
         ConfigError: `build_mesh` has made no groups for these degrees.
     """
-    shard_degree = mesh["shard"].size()
-    degrees = {"of_shards": shard_degree, "of_experts": expert_degree}
+    degrees = _degrees_of_experts(mesh["shard"].size(), mesh["tensor"].size(), expert_degree)
     groups: list[dist.ProcessGroup] = [mesh.get_group("replicate")]
     groups += [_existing_group(axis, degrees) for axis in (EXPERT_SHARD, EXPERT)]
-    ranks = mesh.mesh.view(-1, shard_degree // expert_degree, expert_degree)
+    ranks = mesh.mesh.unflatten(1, (-1, expert_degree)).transpose(2, 3).flatten(1, 2)
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=EXPERT_AXES)
 
 
@@ -422,7 +431,7 @@ def _group_of(topology: Topology, axis: str, global_rank: int) -> tuple[GroupKey
         place["shard"] //= topology.expert_degree
     elif axis == EXPERT_SHARD:
         members = topology.expert_shard_peers(global_rank)
-        place[EXPERT] = place.pop("shard") % topology.expert_degree
+        place = {"replicate": here.replicate, EXPERT: here.shard % topology.expert_degree}
     elif axis in (SHARD_NODE, SHARD_ACROSS):
         peers, per_node = topology.peers(global_rank, "shard"), topology.shard_degree // topology.nodes_per_shard_axis
         node, index = divmod(here.shard, per_node)

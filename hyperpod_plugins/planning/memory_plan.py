@@ -43,6 +43,7 @@ from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
@@ -289,7 +290,7 @@ def smallest_degrees(
     module = model if isinstance(model, nn.Module) else _built(model)
     plan = None
     inner = math.lcm(config.context_parallel_degree, config.expert_parallel_degree)  # inside the shard axis
-    tensor_degrees = _divisors(ranks_per_node or world_size, world_size) if inner == 1 else [1]
+    tensor_degrees = _divisors(ranks_per_node or world_size, world_size) if config.context_parallel_degree == 1 else [1]
     for tensor_degree in tensor_degrees:
         split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=0)
         most = world_size // tensor_degree
@@ -334,6 +335,8 @@ def _plan(
         for name, style in plan_for(model, config).items()
         if isinstance(style, SPLITS_PARAMETERS) or style in _SPLIT
     }
+    if config.expert_parallel_degree > 1:
+        split |= layers_of_experts(model).keys()  # sharded over tensor peers, too
 
     def count(names: Iterable[tuple[str, nn.Parameter]], *, trained_only: bool = False) -> float:
         """Parameters of one rank of a tensor group."""
@@ -524,7 +527,9 @@ class _Units:
 
     def _num_shards(self, unit: nn.Module) -> int:
         """Number of ranks that the parameters of a unit on one rank are sharded over."""
-        return self._topology.shard_degree // (self._topology.expert_degree if id(unit) in self._experts else 1)
+        if id(unit) in self._experts:
+            return self._topology.replica_size // self._topology.expert_degree
+        return self._topology.shard_degree
 
     def _receive(self, unit: nn.Module) -> None:
         if id(unit) not in self._gathered | self._arrived:

@@ -24,7 +24,7 @@ from hyperpod_plugins.parallel.context_parallel import (
     inner_attention,
     is_windowed,
 )
-from hyperpod_plugins.parallel.expert_exchange import Routes, compute_with_experts
+from hyperpod_plugins.parallel.expert_exchange import Routes, TokenParts, compute_with_experts
 from hyperpod_plugins.parallel.expert_parallel import find_experts
 
 _PLANNED = "hyperpod_plan_context"
@@ -130,14 +130,17 @@ def plan_expert_part(model: nn.Module, config: ParallelConfig) -> list[nn.Module
             part.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         layer: Any = part
         layer.num_experts //= degree
-        _exchange_rows(part, SilentGroup(degree))
+        _exchange_rows(part, SilentGroup(degree), SilentGroup(config.tensor_parallel_degree))
     return list(found.values())
 
 
-def _exchange_rows(part: nn.Module, group: dist.ProcessGroup) -> None:
+def _exchange_rows(part: nn.Module, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> None:
     kind: Any = type(part)
 
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
+        parts = TokenParts(group=tensor_group, num_tokens=len(hidden)) if tensor_group.size() > 1 else None
+        if parts is not None:
+            hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
         each, more = divmod(expert_index.numel(), group.size())
         sizes = [each + (rank < more) for rank in range(group.size())]
         order = torch.argsort(expert_index.reshape(-1), stable=True)
@@ -146,6 +149,7 @@ def _exchange_rows(part: nn.Module, group: dist.ProcessGroup) -> None:
         def compute(rows: Tensor, experts: Tensor) -> Tensor:
             return kind.forward(self, rows, experts[:, None], torch.ones_like(rows[:, :1]))
 
-        return compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order))
+        result = compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order))
+        return result if parts is None else parts.join(result)
 
     part.__class__ = derived_class(kind, {"forward": forward})

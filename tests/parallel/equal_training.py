@@ -8,7 +8,7 @@ from device import DEVICE
 
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
-SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 61, 4, 4, 0.5
+SEQUENCE, VOCABULARY, NUM_STEPS, GLOBAL_BATCH, MAX_NORM = 21, 62, 4, 4, 0.5
 
 
 def samples(number=NUM_STEPS * GLOBAL_BATCH):

@@ -253,14 +253,16 @@ def test_a_tensor_plan_of_another_shape_is_refused(plan):
 # -- combinations ---------------------------------------------------------------------------------------------------
 
 
-def test_tensor_and_expert_parallelism_exclude_each_other():
-    """A forbidden combination stays forbidden when experts are built: it is not a matter of `not built yet`."""
+def test_experts_are_sharded_over_tensor_peers_too():
+    topology = ParallelConfig(tensor_parallel_degree=2, expert_parallel_degree=2, hybrid_shard_degree=4).topology(16)
+    assert (topology.shape, topology.data_degree) == ((2, 4, 2), 8)
+    assert topology.expert_peers(9) == (9, 11)
+    assert topology.expert_shard_peers(9) == (8, 9, 12, 13)
     raised(
-        ConfigError,
-        lambda: ParallelConfig(tensor_parallel_degree=2, expert_parallel_degree=2),
+        NotBuiltYetError,
+        lambda: ParallelConfig(tensor_parallel_degree=2, expert_parallel_degree=2, sequence_parallel=True),
         "expert_parallel_degree=2",
-        "tensor_parallel_degree=2",
-        "set one of them to 1",
+        "Set sequence_parallel=False",
     )
 
 
@@ -335,7 +337,7 @@ def test_experts_lie_in_the_shard_axis_and_share_no_samples():
         ({"expert_parallel_degree": 2, "allow_empty_shards": "no"}, ConfigError),
         ({"sm_activation_offloading": True, "activation_loading_horizon": 0}, DegreeError),
         ({"context_parallel_degree": 4, "hybrid_shard_degree": 2}, DegreeError),
-        ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "sm_activation_offloading": True}, ConfigError),
+        ({"expert_parallel_degree": 2, "sequence_parallel": True}, ConfigError),
     ],
 )
 def test_a_wrong_request_is_called_wrong_before_it_is_called_not_built(values, error):

@@ -107,11 +107,12 @@ def test_experts_are_divided_among_neighbours_and_sharded_over_the_rest(topology
         peers, sharing = topology.expert_peers(rank), topology.expert_shard_peers(rank)
         shards = topology.peers(rank, "shard")
         assert len(peers) == topology.expert_degree
-        assert len(peers) * len(sharing) == topology.shard_degree
+        assert len(peers) * len(sharing) == topology.replica_size
         assert set(peers) & set(sharing) == {rank}
         first = shards.index(peers[0])
         assert peers == shards[first : first + len(peers)]
-        assert sorted(other for peer in sharing for other in topology.expert_peers(peer)) == list(shards)
+        replica = sorted(each for shard in shards for each in topology.peers(shard, "tensor"))
+        assert sorted(other for peer in sharing for other in topology.expert_peers(peer)) == replica
         assert all(topology.expert_shard_peers(peer) == sharing for peer in sharing)
 
 

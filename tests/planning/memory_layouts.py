@@ -73,6 +73,7 @@ LAYOUTS = {
         **WAYS["chunks and tiles"],
     },
     "experts 2 x shard 2": {"precision": "bf16-mixed", "expert_parallel_degree": 2},
+    "experts 2, tp 2": {"precision": "bf16-mixed", "expert_parallel_degree": 2, "tensor_parallel_degree": 2},
     "experts 4, contexts of 2": {
         "precision": "bf16-mixed",
         "expert_parallel_degree": 4,
@@ -92,6 +93,7 @@ IN_SUITE = (  # each kind of layout, and each way to save memory; products in bf
     "float8, gathered in float8",
     "contexts of 4, keys gathered, offloaded, chunks, tiles",
     "experts 4, contexts of 2",
+    "experts 2, tp 2",
 )
 
 

@@ -1,5 +1,7 @@
 """Training whose sequences, or experts (`EXPERTS`), are split over two ranks, with dropout: a loop, or a fit (`FIT`).
 
+With `TENSORS`, matrices are split over two ranks as well, of four: there is one replica, and snapshots.
+
 `hyperpodrun` runs it, with faults at chosen points.
 """
 
@@ -14,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
-VOCABULARY, SEQUENCE = 61, 20
+VOCABULARY, SEQUENCE = 62, 20
 torch.set_num_threads(1)
 
 
@@ -37,6 +39,9 @@ def make_model():
 
 EXPERTS = "EXPERTS" in os.environ
 OPTIONS = {"hybrid_shard_degree": 2, "expert_parallel_degree" if EXPERTS else "context_parallel_degree": 2}
+OPTIONS |= {"tensor_parallel_degree": 2} if "TENSORS" in os.environ else {}
+RECOVERY = {"replacement_timeout_s": 30.0, "hang_timeout_s": 5.0, "verify": True}
+RECOVERY |= {"snapshot_every_steps": 1} if "TENSORS" in os.environ else {}
 
 
 def data():
@@ -60,7 +65,7 @@ def train(faults):
     session = Session(
         **OPTIONS,
         global_batch_size=4,
-        recovery=RecoveryOptions(replacement_timeout_s=30.0, hang_timeout_s=5.0, verify=True),
+        recovery=RecoveryOptions(**RECOVERY),
         checkpoint_folder=faults.folder,
     )
     model = session.parallelize(make_model())
