@@ -764,17 +764,23 @@ def parallelism(page):
 
 
 EXPERTS = "holds_experts = True"
+BALANCED = 'method="sinkhorn"'
 
 
-@fragments("docs/guides/experts.md", "expert_parallel_degree=4)", EXPERTS, ranks=2)
+@fragments("docs/guides/experts.md", "expert_parallel_degree=4)", BALANCED, EXPERTS, ranks=2)
 def experts(page):
     from torch.distributed import init_process_group
+    from transformers import MixtralConfig
 
     from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
     init_process_group("hyperpod")
     page.run("expert_parallel_degree=4)")
     assert page["strategy"].config.expert_parallel_degree == 4
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    page.run(BALANCED, config=MixtralConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes))
+    rows = torch.arange(8).view(2, 4)
+    assert page["model"](input_ids=rows, labels=rows).loss != page["model"].eval()(input_ids=rows, labels=rows).loss
     page.run(EXPERTS)
     config, model, tokens = ParallelConfig(expert_parallel_degree=2), page["model"], torch.randn(12, 16)
     wanted = model(tokens)

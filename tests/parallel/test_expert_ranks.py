@@ -13,6 +13,7 @@ from parallel.equal_training import GLOBAL_BATCH, samples, train_alone, train_on
 from parallel.expert_models import OwnExperts, OwnMixture, drawn_again, make_model
 from torch import nn
 
+from hyperpod_plugins.parallel import balance_experts
 from hyperpod_plugins.parallel.expert_exchange import TokenParts
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 
@@ -254,6 +255,14 @@ def auxiliary_loss():
         compare(model, halves(), loss_of)
 
 
+def balanced_routers():
+    """Of its own tokens on each rank."""
+    for name, method in (("mixtral", "aux_loss"), ("qwen3_moe", "sinkhorn"), ("gpt_oss", "sinkhorn")):
+        compare(
+            balance_experts(make_model(name), method=method, aux_loss_coeff=0.3, z_loss_coeff=0.1), halves(), loss_of
+        )
+
+
 def adapters():
     import peft
 
@@ -433,6 +442,7 @@ def train_and_try_all_cases(layouts, folder):
     no_token_for_the_experts_of_a_rank(frozen=True)
     logits()
     auxiliary_loss()
+    balanced_routers()
     adapters()
     a_layer_of_ones_own()
     mixed_precision()

@@ -109,3 +109,10 @@ def test_degrees_need_groups_of_this_package(monkeypatch, name):
 def test_an_unknown_way_to_balance():
     with pytest.raises(ConfigError, match="sinkhorn"):
         hyperpod_plugins.smp.MoEConfig(moe_load_balancing="sinkhole")
+
+
+@pytest.mark.parametrize("options", [{"global_token_shuffle": True}, {"moe_load_balancing": "balanced"}])
+def test_what_is_not_served_of_balancing(options):
+    with pytest.raises(NotBuiltYetError, match="global_token_shuffle=False, and 'sinkhorn', 'aux_loss' or 'none'"):
+        hyperpod_plugins.smp.MoEConfig(**options)
+    hyperpod_plugins.smp.MoEConfig(smp_moe=False, **options)

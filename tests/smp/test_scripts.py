@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from device import DEVICE
 from harness import run_ranks
+from parallel.equal_training import samples
+from parallel.expert_models import make_model
 
 from hyperpod_plugins.precision import TeScaling
 
@@ -195,8 +197,10 @@ def more_of_it(folder):
     from torch.sagemaker.delayed_param import DelayedParamIniter
     from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
     from torch.sagemaker.grad_norm import clip_grad_norm_
+    from torch.sagemaker.moe.moe_config import MoEConfig
 
     from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, DegreeError
+    from hyperpod_plugins.parallel import balance_experts
 
     warnings.simplefilter("ignore")
     rank = dist.get_rank if dist.is_initialized() else None
@@ -282,6 +286,14 @@ def more_of_it(folder):
     marked = tsm.transform(build())
     told["unwrapped"] = refused(lambda: marked(torch.ones(2, 8)))
     assert tuple(wrap(marked)(torch.ones(2, 8)).shape) == (2, 8)
+    # experts that are balanced as SMP does by default
+    batch = samples(2)
+    experts = FSDP(tsm.transform(make_model(), config=MoEConfig()))
+    wanted = balance_experts(make_model(), method="sinkhorn", z_loss_coeff=1e-3)
+    wanted_loss = wanted(input_ids=batch, labels=batch).loss
+    torch.testing.assert_close(experts(input_ids=batch, labels=batch).loss, wanted_loss)
+    assert abs(wanted_loss - make_model()(input_ids=batch, labels=batch).loss) > 1e-3
+    told["no experts"] = refused(lambda: tsm.transform(build(), config=MoEConfig()))
     return told
 
 
@@ -291,6 +303,7 @@ def test_checkpoints_values_of_rank_0_and_what_is_refused(tmp_path):
         assert "more" in told["lacking"]
         for what, words in {
             "own init": "DelayedParamIniter",
+            "no experts": "one causal language model",
             "nothing to send": "with the values on rank 0",
             "twice": "auto_wrap_policy",
             "group": "shards over [0, 1]",
