@@ -49,7 +49,7 @@ from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, 
 from hyperpod_plugins.memory.chunked_loss import derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.expert_exchange import TokenParts, check_inputs, compute_with_experts, route
-from hyperpod_plugins.parallel.hsdp import cached_mesh_slices, mixed_precision_policy
+from hyperpod_plugins.parallel.hsdp import cached_mesh_slices, mixed_precision_policy, offload_policy
 from hyperpod_plugins.parallel.topology import EXPERT, EXPERT_SHARD, build_expert_mesh, expert_group
 
 SERVED_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -153,6 +153,7 @@ def shard_experts(
                 mesh=expert_mesh["replicate", EXPERT_SHARD],
                 reshard_after_forward=config.reshard_after_forward,
                 mp_policy=policy,
+                offload_policy=offload_policy(config, mesh.device_type),
                 shard_placement_fn=lambda parameter, dims=dims: Shard(dims[parameter]),
             )
 
@@ -190,10 +191,31 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int, tensor_mes
                 _check_result(kind, rows, result)
                 return result
 
-        result = compute_with_experts(compute, hidden, weights, routes, expert_of_row)
-        return result if parts is None else parts.join(result)
+        if parts is None:
+            return compute_with_experts(compute, hidden, weights, routes, expert_of_row)
+        with _own_random_numbers(tensor_mesh.get_local_rank(), hidden.device, is_needed=self.training):
+            result = compute_with_experts(compute, hidden, weights, routes, expert_of_row)
+        return parts.join(result)
 
     part.__class__ = derived_class(kind, {"forward": forward})
+
+
+@contextmanager
+def _own_random_numbers(tensor_rank: int, device: torch.device, *, is_needed: bool) -> Generator[None]:
+    """Context in which tensor peers, which compute different rows, draw different random numbers.
+
+    After it their common stream goes on, however many numbers each of them has drawn.
+    """
+    if not is_needed:
+        yield
+        return
+    seed = int(torch.randint(2**62, ())) + tensor_rank
+    on_device = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_device else []):
+        torch.default_generator.manual_seed(seed)
+        if on_device:
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -99,11 +99,8 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         missed = [p for p in patterns if not any(_matches(name, p) for name in plan)]
         if missed or not plan:
             raise PlanError(_nothing_matched(model, missed))
-        if config.expert_parallel_degree > 1 and (experts := sorted(plan.keys() & layers_of_experts(model).keys())):
-            raise PlanError(
-                f"tensor_plan splits {format_list(experts)}, whose experts expert_parallel_degree="
-                f"{config.expert_parallel_degree} divides among ranks. Leave them out of one of the two."
-            )
+        if config.expert_parallel_degree > 1:
+            _check_beside_experts(model, plan, config.expert_parallel_degree)
         complete_plan(model, plan)
         refuse_fixed_heads(model, plan)
     else:
@@ -133,6 +130,21 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
     _split_tied_embeddings(model, plan, config)
     _check_sizes(model, plan, config.tensor_parallel_degree)
     return plan
+
+
+def _check_beside_experts(model: nn.Module, plan: Plan, degree: int) -> None:
+    """Refuse what a user's plan asks for that experts which are divided among ranks do not go with."""
+    if experts := sorted(plan.keys() & layers_of_experts(model).keys()):
+        raise PlanError(
+            f"tensor_plan splits {format_list(experts)}, whose experts expert_parallel_degree={degree} divides among "
+            "ranks. Leave them out of tensor_plan, or use expert_parallel_degree=1."
+        )
+    if objects := sorted(name for name, style in plan.items() if not isinstance(style, str)):
+        raise NotBuiltYetError(
+            f"expert_parallel_degree={degree} is not served yet with a tensor_plan that has ParallelStyle objects "
+            f"({format_list(objects)}): they may leave tokens split that tensor peers have to share. Use styles by "
+            "name, or expert_parallel_degree=1."
+        )
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:

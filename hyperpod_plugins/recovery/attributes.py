@@ -266,7 +266,7 @@ class PlainAttributes:
 
     @contextmanager
     def as_kept(self) -> Generator[None]:
-        """Context in which the program does not run: `state_dict` takes what the last `keep` has found."""
+        """Context in which `state_dict` takes what the last `keep` has found: the program changes nothing meanwhile."""
         self._holds_still = True
         try:
             yield

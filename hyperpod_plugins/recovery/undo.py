@@ -228,7 +228,10 @@ class StepStart:
 
     @contextmanager
     def just_begun(self) -> Generator[None]:
-        """Context right after `begin`, in which the program does not run: its attributes need not be read again."""
+        """Context right after `begin`, in which attributes need not be read again.
+
+        Of the program, only `state_dict` of registered objects may run in it. What that writes is found at the vote.
+        """
         with ExitStack() as stack:
             for each, _ in self._attributes:
                 stack.enter_context(each.as_kept())

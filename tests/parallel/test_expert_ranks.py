@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from device import DEVICE
 from parallel.equal_training import GLOBAL_BATCH, samples, train_alone, train_on_mesh, whole
 from parallel.expert_models import OwnExperts, OwnMixture, drawn_again, make_model
@@ -49,7 +50,36 @@ def train_all_on_mesh(layouts):
         for model in models_of(name):
             found[model, name] = train_on_mesh(make_model(model), options)
     divide_tokens(dist.group.WORLD)
+    if dist.get_world_size() == 4:
+        random_numbers_in_experts()
     return found
+
+
+class ExpertsWithDropout(OwnExperts):
+    def forward(self, hidden, expert_index, weights):
+        return super().forward(F.dropout(hidden, 0.5, self.training), expert_index, weights)
+
+
+def random_numbers_in_experts():
+    """Tensor peers compute different rows, and still draw the same numbers outside of the experts."""
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    model = OwnMixture()
+    model.experts = ExpertsWithDropout()
+    plan = {"head": "colwise_gather_output"}
+    config = ParallelConfig(expert_parallel_degree=2, tensor_parallel_degree=2, tensor_plan=plan)
+    mesh = build_mesh(config.topology(4), DEVICE)
+    parallelize(model, mesh, config)
+    batch = samples(2)[mesh.get_local_rank("shard"), None, :7]
+    random, numbers = torch.get_rng_state(), []
+    for _ in range(3):
+        logits = model(batch, batch).logits.detach()
+        numbers.append(torch.cat([logits.reshape(-1), torch.rand(4)]))
+    torch.set_rng_state(random)
+    mine, peers = torch.cat(numbers), [torch.empty_like(torch.cat(numbers)) for _ in range(2)]
+    dist.all_gather(peers, mine, group=mesh.get_group("tensor"))
+    assert torch.equal(*peers)
+    assert not torch.equal(numbers[0], numbers[1])
 
 
 def divide_tokens(group):

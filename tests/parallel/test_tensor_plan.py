@@ -181,6 +181,17 @@ def test_experts_of_a_model_that_was_not_compared_are_not_built_yet():
         plan_for(model, two_way())
 
 
+def test_plans_that_divided_experts_do_not_go_with():
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    of_attention = {"*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise"}
+    assert len(plan_for(model, two_way(of_attention, expert_parallel_degree=2))) == 8
+    assert not any("experts" in name for name in plan_for(model, two_way(expert_parallel_degree=2)))
+    with pytest.raises(PlanError, match=r"splits model.layers.0.mlp.experts.*expert_parallel_degree=2"):
+        plan_for(model, two_way({"*.experts": "rowwise"}, expert_parallel_degree=2))
+    with pytest.raises(NotBuiltYetError, match=r"ParallelStyle objects \(model.layers.0.mlp,.*Use styles by name"):
+        plan_for(model, two_way({"*.mlp": ColwiseParallel()}, expert_parallel_degree=2))
+
+
 def test_experts_of_mixtral_are_split_by_their_inner_features(fake_mesh):
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
     placements = split(model, "auto", fake_mesh)

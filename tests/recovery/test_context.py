@@ -40,7 +40,9 @@ def run(folder, environ, faults):
         pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered", marks=pytest.mark.variant),
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
         pytest.param({"EXPERTS": "1"}, id="experts"),
-        pytest.param({"EXPERTS": "1", "TENSORS": "1"}, id="experts and tensors"),
+        pytest.param({"EXPERTS": "1", "TENSORS": "1", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
+        pytest.param({"EXPERTS": "1", "ON_HOST": "param_offload"}, id="experts on the host", marks=pytest.mark.variant),
+        pytest.param({"ON_HOST": "optimizer_offload"}, id="contexts, host optimizer", marks=pytest.mark.variant),
         pytest.param(
             {"EXPERTS": "1", "HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="experts, nccl-like", marks=pytest.mark.variant
         ),

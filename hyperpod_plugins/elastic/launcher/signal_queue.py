@@ -23,6 +23,8 @@ STUCK_S = 2.0
 _END_S = 4.0
 """How long the agent may live after a signal that ends it, once no worker runs here and its store is closed."""
 _POLL_S = 0.05
+_MAX_WAITS = 20
+"""Times that a signal waits `_POLL_S` for the end of a message, which may be blocked by a full pipe."""
 _LOGGING_FILE = logging.Logger.handle.__code__.co_filename
 
 
@@ -72,7 +74,7 @@ class SignalQueue:
         self._is_deferred = self._has_raised = False
         self._pending: list[signal.Signals] = []
         self._notices: list[signal.Signals] = []
-        self._num_interrupts = 0
+        self._num_interrupts = self._num_waits = 0
         if threading.current_thread() is threading.main_thread():
             for number in (*NOTICES, *self._ending):
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
@@ -142,10 +144,13 @@ class SignalQueue:
                 pass
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if _is_logging(frame):
-            threading.Timer(_POLL_S, os.kill, (os.getpid(), number)).start()
+        if _is_logging(frame) and self._num_waits < _MAX_WAITS:
+            self._num_waits += 1
+            again = threading.Timer(_POLL_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
             return
-        arrived = signal.Signals(number)
+        self._num_waits, arrived = 0, signal.Signals(number)
         self._num_interrupts += arrived == signal.SIGINT
         with contextlib.suppress(BlockingIOError):
             self._writer.send(b"!")
