@@ -10,37 +10,52 @@
     sinkhorn    those with the largest entries once the probabilities of all tokens are scaled such that all experts
                 have the same sum ("Unified Scaling Laws for Routed Language Models", Clark et al., 2022); nothing
 
+    bias        those that the router prefers with a bias for each expert, which counts for the choice alone; nothing.
+                After each forward, the bias of an expert with fewer tokens than the mean, of all ranks, rises by
+                `bias_rate`, and that of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for
+                Mixture-of-Experts", Wang et al., 2024). For routers that have such a bias, as that of DeepSeek-V3
+
 With each of them, `z_loss_coeff` times the mean square of the logarithm of the sum of the exponentials of the router's
 logits is added ("ST-MoE", Zoph et al., 2022, equation 5), which keeps these small.
 
 A token's weights for its experts are those that the model gives to the same experts without balancing. In evaluation
 mode nothing changes, so that a balanced model is an ordinary one for whoever loads it.
 
-Each rank balances its own tokens, and data parallelism averages the gradients: except for the z-loss, results are those
-of the same batches on each rank, not of one process with all tokens.
+Each rank balances its own tokens, and data parallelism averages the gradients: results of `aux_loss` and `sinkhorn` are
+those of the same batches on each rank, not of one process with all tokens. Those of `bias` and of the z-loss are.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, derived_class
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
-Method = Literal["none", "aux_loss", "sinkhorn"]
+Method = Literal["none", "aux_loss", "sinkhorn", "bias"]
 _ROUTED = "_hyperpod_routed"
 """Attribute of a router with the logits and the choices of the forward that is under way."""
 _BALANCED = "_hyperpod_balancing"
+_BIAS, _COUNTS = "e_score_correction_bias", "tokens_per_expert"
+"""Buffers of a router: the bias, and the tokens of all ranks in the last forward."""
 _TOLERANCE, _MAX_ROUNDS = 1e-4, 1000
 
 
 def balance_experts(
-    model: nn.Module, *, method: Method = "aux_loss", aux_loss_coeff: float = 1e-3, z_loss_coeff: float = 0.0
+    model: nn.Module,
+    *,
+    method: Method = "aux_loss",
+    aux_loss_coeff: float = 1e-3,
+    z_loss_coeff: float = 0.0,
+    bias_rate: float = 1e-3,
 ) -> nn.Module:
     """Let a causal language model of transformers balance its experts while it trains, in place.
 
@@ -51,6 +66,7 @@ def balance_experts(
         method: see the module's documentation.
         aux_loss_coeff: weight of the auxiliary loss of each layer; only for `aux_loss`.
         z_loss_coeff: weight of the z-loss of each layer; 0 for none.
+        bias_rate: by how much a bias changes after a forward; only for `bias`.
 
     Returns:
         The same model.
@@ -58,9 +74,14 @@ def balance_experts(
     Raises:
         ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; or
             the model adds an auxiliary loss itself.
-        NotBuiltYetError: `sinkhorn` for a router whose weights are computed in another way than those that are known.
+        NotBuiltYetError: `sinkhorn` for a router whose weights are computed in another way than those that are known,
+            or `bias` for a router without a bias, or without values.
     """
-    _check_arguments(method, aux_loss_coeff, z_loss_coeff)
+    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff), ("bias_rate", bias_rate)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} must be a number from 0 on, but is {value!r}.")
+    if method not in get_args(Method):
+        raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
     language_model = _language_model(model)
     if _BALANCED in vars(language_model):
         raise ConfigError(f"balance_experts was called twice for {type(language_model).__name__}. Call it once.")
@@ -71,9 +92,18 @@ def balance_experts(
         )
     routers = _routers_of(language_model)
     weights = {name: _weights_of(name, router) for name, router in routers.items()} if method == "sinkhorn" else {}
+    if method == "bias":
+        _check_biases(routers)
     for name, router in routers.items():
         _watch(router, weights.get(name))
-    _add_losses(language_model, aux_loss_coeff if method == "aux_loss" else 0.0, z_loss_coeff)
+        if method == "bias":
+            router.register_buffer(_COUNTS, torch.zeros_like(getattr(router, _BIAS)), persistent=False)
+    options = _Options(
+        aux_loss_coeff=aux_loss_coeff if method == "aux_loss" else 0.0,
+        z_loss_coeff=z_loss_coeff,
+        bias_rate=bias_rate if method == "bias" else 0.0,
+    )
+    _balance_forward(language_model, options)
     vars(language_model)[_BALANCED] = method
     return model
 
@@ -203,27 +233,83 @@ def _watch(router: nn.Module, weights: _Weights | None) -> None:
     router.__class__ = derived_class(kind, {"forward": forward})
 
 
-# -- losses ---------------------------------------------------------------------------------------------------------
+# -- forward --------------------------------------------------------------------------------------------------------
 
 
-def _add_losses(model: nn.Module, aux_loss_coeff: float, z_loss_coeff: float) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    aux_loss_coeff: float
+    z_loss_coeff: float
+    bias_rate: float
+
+
+def _balance_forward(model: nn.Module, options: _Options) -> None:
+    """Let the forward of a model add losses, and move biases."""
     kind: Any = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        routers = [vars(part) for part in self.modules() if _ROUTED in vars(part)]
-        for each in routers:
-            del each[_ROUTED]  # of a forward that was interrupted
+        is_training = self.training and torch.is_grad_enabled()
+        if is_training and options.bias_rate:
+            _move_biases(self, options.bias_rate)
+        for part in self.modules():
+            vars(part).pop(_ROUTED, None)  # of a forward that was interrupted
         try:
             output = kind.forward(self, *args, **kwargs)
             routed = [each for part in self.modules() for each in vars(part).get(_ROUTED, ())]
+            if is_training and options.bias_rate:
+                _count_tokens(self)
         finally:
             for part in self.modules():
                 vars(part).pop(_ROUTED, None)
-        if not (self.training and torch.is_grad_enabled() and (aux_loss_coeff or z_loss_coeff)):
+        if not (is_training and (options.aux_loss_coeff or options.z_loss_coeff)):
             return output
-        return _with_added(output, _losses_of(routed, aux_loss_coeff, z_loss_coeff))
+        return _with_added(output, _losses_of(routed, options.aux_loss_coeff, options.z_loss_coeff))
 
     model.__class__ = derived_class(kind, {"forward": forward})
+
+
+@torch.no_grad()
+def _move_biases(model: nn.Module, rate: float) -> None:
+    """Move the biases by what was counted in the last forward: later, backward may compute that one again."""
+    for router in _routers_with_counts(model):
+        counts: Tensor = getattr(router, _COUNTS)
+        whole = counts.double()
+        getattr(router, _BIAS).add_(torch.sign(whole.mean() - whole).to(counts.dtype), alpha=rate)
+        counts.zero_()
+
+
+@torch.no_grad()
+def _count_tokens(model: nn.Module) -> None:
+    """Note how many tokens of all ranks went to each expert; a collective."""
+    routers = _routers_with_counts(model)
+    found = [_num_tokens(vars(router).get(_ROUTED, ()), getattr(router, _COUNTS)) for router in routers]
+    joined = torch.cat(found)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not group_health.is_unavailable:
+        dist.all_reduce(joined)  # tensor peers count the same tokens: of this only the sign of differences matters
+    for router, counts in zip(routers, joined.split([len(each) for each in found]), strict=True):
+        getattr(router, _COUNTS).copy_(counts)
+
+
+def _num_tokens(routed: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+    total = torch.zeros(len(like), dtype=torch.int64, device=like.device)
+    for _, expert_index in routed:
+        total += torch.bincount(expert_index.reshape(-1), minlength=len(like))
+    return total
+
+
+def _routers_with_counts(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if _COUNTS in part._buffers]  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_biases(routers: Mapping[str, nn.Module]) -> None:
+    for name, router in routers.items():
+        bias = dict(router.named_buffers()).get(_BIAS)
+        if bias is None or bias.is_meta or bias.dtype is not torch.float32:
+            problem = "has no bias for the choice alone" if bias is None else "has no values of it in float32"
+            raise NotBuiltYetError(
+                f"method='bias' is not served yet for {name} ({type(router).__name__}), which {problem} ({_BIAS}). Use "
+                "another method, or build the model with its values in float32."
+            )
 
 
 def _losses_of(routed: list[tuple[Tensor, Tensor]], aux_loss_coeff: float, z_loss_coeff: float) -> Tensor:
@@ -266,11 +352,3 @@ def _language_model(model: nn.Module) -> Any:
             f"{len(found)}."
         )
     return found[0]
-
-
-def _check_arguments(method: str, aux_loss_coeff: float, z_loss_coeff: float) -> None:
-    if method not in get_args(Method):
-        raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
-    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} must be a number from 0 on, but is {value!r}.")

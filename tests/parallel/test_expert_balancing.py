@@ -94,6 +94,31 @@ def test_losses_are_added_for_each_layer(name):
     torch.testing.assert_close(loss_of(balanced.eval()), loss_of(model.eval()))
 
 
+def test_biases_move_against_what_was_counted_in_the_last_training_forward():
+    model = balance_experts(make_model("deepseek_v3"), method="bias", bias_rate=0.05)
+    plain, seen = make_model("deepseek_v3"), watch(model)
+    (router,) = routers_of(model).values()
+    assert torch.equal(loss_of(model), loss_of(plain))
+    assert not router.e_score_correction_bias.any()
+    counts = torch.bincount(seen[0][2].reshape(-1), minlength=8)
+    assert torch.equal(router.tokens_per_expert, counts.float())
+    with torch.no_grad():
+        loss_of(model)
+    loss_of(model.eval())
+    assert not router.e_score_correction_bias.any()
+    loss_of(model.train()).backward()
+    moved = router.e_score_correction_bias.clone()
+    assert torch.equal(moved, 0.05 * torch.sign(counts.double().mean() - counts).float())
+    recompute(model, use_reentrant=False)
+    loss_of(model).backward()  # the routers run twice, with the same biases and counts
+    assert int(router.tokens_per_expert.sum()) == seen[-1][2].numel()
+    assert "tokens_per_expert" not in " ".join(model.state_dict())
+    for _ in range(60):
+        loss_of(model)
+    spread = [torch.bincount(chosen.reshape(-1), minlength=8).double().std() for _, _, chosen in (seen[0], seen[-1])]
+    assert spread[1] < spread[0]
+
+
 def test_the_auxiliary_loss_is_that_of_transformers():
     """Which does not divide by the number of choices, and takes all layers together."""
     model = make_model(num_hidden_layers=1)
@@ -127,14 +152,19 @@ def test_a_balanced_model_is_copied_with_its_own_routers():
 
 def test_what_cannot_be_balanced_is_refused():
     for wrong, what in (
-        ({"method": "sinkhole"}, "must be one of none, aux_loss, sinkhorn"),
+        ({"method": "sinkhole"}, "must be one of none, aux_loss, sinkhorn, bias"),
         ({"z_loss_coeff": -1.0}, "z_loss_coeff must be"),
         ({"aux_loss_coeff": float("nan")}, "aux_loss_coeff must be"),
+        ({"bias_rate": float("inf")}, "bias_rate must be"),
     ):
         with pytest.raises(ConfigError, match=what):
             balance_experts(make_model(), **wrong)
     with pytest.raises(NotBuiltYetError, match=r"DeepseekV3TopkRouter.*serves MixtralTopKRouter"):
         balance_experts(make_model("deepseek_v3"), method="sinkhorn")
+    with pytest.raises(NotBuiltYetError, match=r"MixtralTopKRouter.*no bias for the choice alone"):
+        balance_experts(make_model(), method="bias")
+    with pytest.raises(NotBuiltYetError, match=r"no values of it in float32"):
+        balance_experts(make_model("deepseek_v3").bfloat16(), method="bias")
     with pytest.raises(ConfigError, match="adds an auxiliary loss itself"):
         balance_experts(make_model(output_router_logits=True))
     with pytest.raises(ConfigError, match="called twice"):
