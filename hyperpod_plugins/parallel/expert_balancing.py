@@ -59,7 +59,8 @@ def balance_experts(
 ) -> nn.Module:
     """Let a causal language model of transformers balance its experts while it trains, in place.
 
-    Call it before the model is parallelized, and train on the loss that the model returns.
+    Call it before the model is parallelized, and train on the loss that the model returns. To call it again with the
+    same arguments has no effect.
 
     Args:
         model: a `...ForCausalLM`, or a module with one inside.
@@ -72,8 +73,8 @@ def balance_experts(
         The same model.
 
     Raises:
-        ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; or
-            the model adds an auxiliary loss itself.
+        ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; the
+            model adds an auxiliary loss itself, or is balanced in another way already.
         NotBuiltYetError: `sinkhorn` for a router whose weights are computed in another way than those that are known,
             or `bias` for a router without a bias, or without values.
     """
@@ -83,8 +84,15 @@ def balance_experts(
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
     language_model = _language_model(model)
+    asked = (method, aux_loss_coeff, z_loss_coeff, bias_rate)
+    known = vars(language_model).get(_BALANCED, asked)
+    if known != asked:
+        raise ConfigError(
+            f"{type(language_model).__name__} is balanced already, with the arguments {known}, which cannot be changed "
+            f"into {asked} (method, aux_loss_coeff, z_loss_coeff, bias_rate). Build a new model."
+        )
     if _BALANCED in vars(language_model):
-        raise ConfigError(f"balance_experts was called twice for {type(language_model).__name__}. Call it once.")
+        return model
     if method == "aux_loss" and getattr(language_model.config, "output_router_logits", False):
         raise ConfigError(
             f"{type(language_model).__name__} adds an auxiliary loss itself (output_router_logits=True). Leave that "
@@ -104,7 +112,7 @@ def balance_experts(
         bias_rate=bias_rate if method == "bias" else 0.0,
     )
     _balance_forward(language_model, options)
-    vars(language_model)[_BALANCED] = method
+    vars(language_model)[_BALANCED] = asked
     return model
 
 

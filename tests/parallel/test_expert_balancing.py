@@ -167,8 +167,10 @@ def test_what_cannot_be_balanced_is_refused():
         balance_experts(make_model("deepseek_v3").bfloat16(), method="bias")
     with pytest.raises(ConfigError, match="adds an auxiliary loss itself"):
         balance_experts(make_model(output_router_logits=True))
-    with pytest.raises(ConfigError, match="called twice"):
-        balance_experts(balance_experts(make_model()))
+    balanced = balance_experts(balance_experts(make_model()))
+    torch.testing.assert_close(loss_of(balanced), loss_of(balance_experts(make_model())))
+    with pytest.raises(ConfigError, match="balanced already"):
+        balance_experts(balanced, method="none")
     with pytest.raises(ConfigError, match="contains 0"):
         balance_experts(OwnMixture())
     with pytest.raises(ConfigError, match="Give it labels"):
