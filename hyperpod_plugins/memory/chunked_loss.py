@@ -12,7 +12,7 @@ the vocabulary (`loss_parallel`).
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn, Self
 
 import torch
@@ -161,6 +161,7 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     head = _head_of(model)
     arguments = inspect.signature(kind.forward)
 
+    @wraps(kind.forward)  # transformers reads the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = vars(_head_of(self))
         given = arguments.bind(self, *args, **kwargs).arguments

@@ -10,52 +10,54 @@
     sinkhorn    those with the largest entries once the probabilities of all tokens are scaled such that all experts
                 have the same sum ("Unified Scaling Laws for Routed Language Models", Clark et al., 2022); nothing
 
-    bias        those that the router prefers with a bias for each expert, which counts for the choice alone; nothing.
-                After each forward, the bias of an expert with fewer tokens than the mean, of all ranks, rises by
-                `bias_rate`, and that of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for
-                Mixture-of-Experts", Wang et al., 2024). For routers that have such a bias, as that of DeepSeek-V3
-
 With each of them, `z_loss_coeff` times the mean square of the logarithm of the sum of the exponentials of the router's
 logits is added ("ST-MoE", Zoph et al., 2022, equation 5), which keeps these small.
 
 A token's weights for its experts are those that the model gives to the same experts without balancing. In evaluation
 mode nothing changes, so that a balanced model is an ordinary one for whoever loads it.
 
-Each rank balances its own tokens, and data parallelism averages the gradients: results of `aux_loss` and `sinkhorn` are
-those of the same batches on each rank, not of one process with all tokens. Those of `bias` and of the z-loss are.
+Each rank balances its own tokens, and data parallelism averages the gradients: results are those of the same batches on
+each rank, not of one process with all tokens. All tokens count, those of padding, too. Each forward adds its losses, so
+that those of several micro-steps add up where the program does not divide the loss by their number.
+
+[Note: where losses come from] A router notes its logits while the forward of the language model runs, which adds to the
+loss at its end. What is recomputed in backward is not noted again. A program that calls only a part of the model in
+training would not be balanced: it is told.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from functools import wraps
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, derived_class
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
-Method = Literal["none", "aux_loss", "sinkhorn", "bias"]
+Method = Literal["none", "aux_loss", "sinkhorn"]
 _ROUTED = "_hyperpod_routed"
-"""Attribute of a router with the logits and the choices of the forward that is under way."""
-_BALANCED = "_hyperpod_balancing"
-_BIAS, _COUNTS = "e_score_correction_bias", "tokens_per_expert"
-"""Buffers of a router: the bias, and the tokens of all ranks in the last forward."""
+"""Attribute of a router with what it has decided in the forward of the language model that is under way."""
+_BALANCED, _WATCHED = "_hyperpod_balancing", "_hyperpod_is_watched"
 _TOLERANCE, _MAX_ROUNDS = 1e-4, 1000
 
 
+class _Routed(NamedTuple):
+    """What one router has decided."""
+
+    router: nn.Module
+    logits: Tensor
+    expert_index: Tensor
+
+
 def balance_experts(
-    model: nn.Module,
-    *,
-    method: Method = "aux_loss",
-    aux_loss_coeff: float = 1e-3,
-    z_loss_coeff: float = 0.0,
-    bias_rate: float = 1e-3,
+    model: nn.Module, *, method: Method = "aux_loss", aux_loss_coeff: float = 1e-3, z_loss_coeff: float = 0.0
 ) -> nn.Module:
     """Let a causal language model of transformers balance its experts while it trains, in place.
 
@@ -67,29 +69,28 @@ def balance_experts(
         method: see the module's documentation.
         aux_loss_coeff: weight of the auxiliary loss of each layer; only for `aux_loss`.
         z_loss_coeff: weight of the z-loss of each layer; 0 for none.
-        bias_rate: by how much a bias changes after a forward; only for `bias`.
 
     Returns:
         The same model.
 
     Raises:
         ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; the
-            model adds an auxiliary loss itself, or is balanced in another way already.
-        NotBuiltYetError: `sinkhorn` for a router whose weights are computed in another way than those that are known,
-            or `bias` for a router without a bias, or without values.
+            model adds an auxiliary loss itself, is balanced in another way already, or has a `forward` of its own.
+        NotBuiltYetError: `sinkhorn` or `aux_loss` for a router that does not compute probabilities by softmax, as far
+            as is known.
     """
-    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff), ("bias_rate", bias_rate)):
+    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff)):
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} must be a number from 0 on, but is {value!r}.")
     if method not in get_args(Method):
         raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
     language_model = _language_model(model)
-    asked = (method, aux_loss_coeff, z_loss_coeff, bias_rate)
+    asked = (method, aux_loss_coeff, z_loss_coeff)
     known = vars(language_model).get(_BALANCED, asked)
     if known != asked:
         raise ConfigError(
             f"{type(language_model).__name__} is balanced already, with the arguments {known}, which cannot be changed "
-            f"into {asked} (method, aux_loss_coeff, z_loss_coeff, bias_rate). Build a new model."
+            f"into {asked} (method, aux_loss_coeff, z_loss_coeff). Build a new model."
         )
     if _BALANCED in vars(language_model):
         return model
@@ -99,24 +100,18 @@ def balance_experts(
             "out, or use method='none'."
         )
     routers = _routers_of(language_model)
-    weights = {name: _weights_of(name, router) for name, router in routers.items()} if method == "sinkhorn" else {}
-    if method == "bias":
-        _check_biases(routers)
+    _refuse_own_forward({"": language_model, **routers})
+    weights = {} if method == "none" else {name: _weights_of(name, each, method) for name, each in routers.items()}
+    coefficients = aux_loss_coeff if method == "aux_loss" else 0.0, z_loss_coeff
     for name, router in routers.items():
-        _watch(router, weights.get(name))
-        if method == "bias":
-            router.register_buffer(_COUNTS, torch.zeros_like(getattr(router, _BIAS)), persistent=False)
-    options = _Options(
-        aux_loss_coeff=aux_loss_coeff if method == "aux_loss" else 0.0,
-        z_loss_coeff=z_loss_coeff,
-        bias_rate=bias_rate if method == "bias" else 0.0,
-    )
-    _balance_forward(language_model, options)
+        _watch(router, weights[name] if method == "sinkhorn" else None, has_losses=any(coefficients))
+    if any(coefficients):
+        _add_losses(language_model, *coefficients)
     vars(language_model)[_BALANCED] = asked
     return model
 
 
-@torch.no_grad()
+@_disable_dynamo  # the host decides when it ends
 def sinkhorn(scores: Tensor) -> Tensor:
     """Scale rows and columns of positive scores in turn, until all columns have the same sum, and all rows.
 
@@ -126,22 +121,22 @@ def sinkhorn(scores: Tensor) -> Tensor:
     Returns:
         `(tokens, experts)`, of which each column adds up to `1 / experts`, and each row nearly to `1 / tokens`.
     """
-    cost = (scores.double() - scores.double().amax(dim=1, keepdim=True)).exp()
-    num_rows, num_columns = cost.shape
-    of_columns = cost.new_ones(num_columns)
-    of_rows = cost.new_ones(num_rows)
-    for _ in range(_MAX_ROUNDS if num_rows else 0):
-        before = of_columns
-        of_rows = 1 / (num_rows * (cost @ of_columns))
-        of_columns = 1 / (num_columns * (of_rows @ cost).clamp(min=torch.finfo(cost.dtype).tiny))
-        if float((of_columns - before).abs().mean()) <= _TOLERANCE * float(before.abs().mean()):
-            break
-    return of_rows[:, None] * cost * of_columns
+    with torch.no_grad(), _disable_current_modes():  # nothing of it is kept where activations are recomputed
+        cost = (scores.double() - scores.double().amax(dim=1, keepdim=True)).exp()
+        num_rows, num_columns = cost.shape
+        of_rows, of_columns = cost.new_ones(num_rows), cost.new_ones(num_columns)
+        for _ in range(_MAX_ROUNDS if num_rows else 0):
+            before = of_columns
+            of_rows = 1 / (num_rows * (cost @ of_columns))
+            of_columns = 1 / (num_columns * (of_rows @ cost).clamp(min=torch.finfo(cost.dtype).tiny))
+            if float((of_columns - before).abs().mean()) <= _TOLERANCE * float(before.abs().mean()):
+                break
+        return of_rows[:, None] * cost * of_columns
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
     """Mean square of the logarithm of the sum of exponentials of each token's logits, `(tokens, experts)`; `()`."""
-    return logits.float().logsumexp(dim=-1).square().mean()
+    return logits.float().logsumexp(dim=-1).square().sum() / max(1, len(logits))
 
 
 def router_aux_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
@@ -154,9 +149,9 @@ def router_aux_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
     Returns:
         A scalar, `()`.
     """
-    num_experts = logits.shape[-1]
-    shares = torch.bincount(expert_index.reshape(-1), minlength=num_experts) / expert_index.numel()
-    return num_experts * (shares * logits.float().softmax(dim=-1).mean(dim=0)).sum()
+    num_tokens, num_experts = logits.shape
+    shares = torch.bincount(expert_index.reshape(-1), minlength=num_experts) / max(1, expert_index.numel())
+    return num_experts * (shares * logits.float().softmax(dim=-1).sum(dim=0)).sum() / max(1, num_tokens)
 
 
 # -- routers --------------------------------------------------------------------------------------------------------
@@ -188,21 +183,21 @@ _WEIGHTS: Mapping[str, _Weights] = {
 """How the routers of transformers compute weights, by the name of their class."""
 
 
-def _weights_of(name: str, router: nn.Module) -> _Weights:
+def _weights_of(name: str, router: nn.Module, method: str) -> _Weights:
     found = _WEIGHTS.get(type(router).__name__)
     if found is None:
         raise NotBuiltYetError(
-            f"method='sinkhorn' is not served yet for {name} ({type(router).__name__}). It serves "
-            f"{', '.join(_WEIGHTS)}. Use method='aux_loss' or 'none'."
+            f"method={method!r} is not served yet for {name} ({type(router).__name__}). It serves "
+            f"{', '.join(_WEIGHTS)}. Use method='none', with a z_loss_coeff if you like."
         )
     return found
 
 
 def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The router beside each layer of experts, by name.
+    """The router beside each layer of experts, by name, each once.
 
     Raises:
-        ConfigError: there is no layer of experts, or no router of transformers beside one.
+        ConfigError: there is no layer of experts, or no router of transformers beside one that takes a tensor alone.
     """
     found: dict[str, nn.Module] = {}
     layers = layers_of_experts(model)
@@ -212,128 +207,110 @@ def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
             f"{owner}.{key}": child
             for key, child in model.get_submodule(owner).named_children()
             if type(child).__name__.lower().endswith("topkrouter")
+            and len(inspect.signature(type(child).forward).parameters) == 2
         }
         if len(beside) != 1:
             raise ConfigError(
-                f"balance_experts knows routers of transformers that end in TopKRouter, and found {len(beside)} beside "
-                f"{name}. Balance the experts of this model in its own code."
+                "balance_experts knows routers of transformers whose classes end in TopKRouter and that take hidden "
+                f"states alone, and found {len(beside)} beside {name}. Balance this model in its own code."
             )
-        found |= beside
+        found |= {key: each for key, each in beside.items() if all(each is not other for other in found.values())}
     if not layers:
         raise ConfigError(f"{type(model).__name__} has no layer of experts that is known, so nothing can be balanced.")
     return found
 
 
-def _watch(router: nn.Module, weights: _Weights | None) -> None:
+def _refuse_own_forward(parts: Mapping[str, nn.Module]) -> None:
+    """Refuse modules whose attribute `forward` replaces the method of their class: it would not be balanced."""
+    for name, part in parts.items():
+        if "forward" in vars(part):
+            raise ConfigError(
+                f"{name or type(part).__name__} has an attribute forward, as accelerator.prepare and device_map give "
+                "it, which replaces the method of its class. Call balance_experts before."
+            )
+
+
+def _watch(router: nn.Module, weights: _Weights | None, *, has_losses: bool) -> None:
     """Let a router note what it decides in training, and choose experts by `sinkhorn` if `weights` is given."""
     kind: Any = type(router)
 
+    @wraps(kind.forward)
     def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, expert_index = kind.forward(self, hidden)
-        if self.training and weights is not None:
+        if not self.training:
+            return logits, scores, expert_index
+        if weights is not None:
             expert_index = sinkhorn(logits).topk(self.top_k, dim=-1).indices
             scores = weights(self, logits, expert_index)
         # Blocks whose activations are recomputed run again in backward.
-        if self.training and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
-            vars(self).setdefault(_ROUTED, []).append((logits, expert_index))
+        if has_losses and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage]
+            routed: list[_Routed] | None = vars(self).get(_ROUTED)
+            if routed is not None:
+                routed.append(_Routed(self, logits, expert_index))
+            elif torch.is_grad_enabled():
+                raise ConfigError(
+                    "a part of a balanced model was called in training. Losses are added by the forward of the whole "
+                    "language model: call that, or use balance_experts(method='sinkhorn') or 'none' without a z-loss, "
+                    "and add router_z_loss or router_aux_loss to your own loss."
+                )
         return logits, scores, expert_index
 
-    router.__class__ = derived_class(kind, {"forward": forward})
+    router.__class__ = derived_class(kind, {"forward": forward, _WATCHED: True})
 
 
-# -- forward --------------------------------------------------------------------------------------------------------
+# -- losses ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    aux_loss_coeff: float
-    z_loss_coeff: float
-    bias_rate: float
-
-
-def _balance_forward(model: nn.Module, options: _Options) -> None:
-    """Let the forward of a model add losses, and move biases."""
+def _add_losses(model: nn.Module, aux_loss_coeff: float, z_loss_coeff: float) -> None:
+    """Let the forward of a model add losses of its routers to its own."""
     kind: Any = type(model)
 
+    @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_training = self.training and torch.is_grad_enabled()
-        if is_training and options.bias_rate:
-            _move_biases(self, options.bias_rate)
-        for part in self.modules():
-            vars(part).pop(_ROUTED, None)  # of a forward that was interrupted
+        if not (self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *args, **kwargs)
+        routed: list[_Routed] = []
+        routers = [vars(part) for part in self.modules() if getattr(part, _WATCHED, False)]
+        for router in routers:
+            router[_ROUTED] = routed
         try:
             output = kind.forward(self, *args, **kwargs)
-            routed = [each for part in self.modules() for each in vars(part).get(_ROUTED, ())]
-            if is_training and options.bias_rate:
-                _count_tokens(self)
         finally:
-            for part in self.modules():
-                vars(part).pop(_ROUTED, None)
-        if not (is_training and (options.aux_loss_coeff or options.z_loss_coeff)):
-            return output
-        return _with_added(output, _losses_of(routed, options.aux_loss_coeff, options.z_loss_coeff))
+            for router in routers:
+                del router[_ROUTED]
+        if aux_loss_coeff and getattr(output, "aux_loss", None) is not None:
+            raise ConfigError(
+                "the model adds an auxiliary loss itself (output_router_logits=True in this call). Leave that out, or "
+                "use method='none'."
+            )
+        return _with_added(output, _losses_of(routed, aux_loss_coeff, z_loss_coeff))
 
     model.__class__ = derived_class(kind, {"forward": forward})
 
 
-@torch.no_grad()
-def _move_biases(model: nn.Module, rate: float) -> None:
-    """Move the biases by what was counted in the last forward: later, backward may compute that one again."""
-    for router in _routers_with_counts(model):
-        counts: Tensor = getattr(router, _COUNTS)
-        whole = counts.double()
-        getattr(router, _BIAS).add_(torch.sign(whole.mean() - whole).to(counts.dtype), alpha=rate)
-        counts.zero_()
-
-
-@torch.no_grad()
-def _count_tokens(model: nn.Module) -> None:
-    """Note how many tokens of all ranks went to each expert; a collective."""
-    routers = _routers_with_counts(model)
-    found = [_num_tokens(vars(router).get(_ROUTED, ()), getattr(router, _COUNTS)) for router in routers]
-    joined = torch.cat(found)
-    if dist.is_initialized() and dist.get_world_size() > 1 and not group_health.is_unavailable:
-        dist.all_reduce(joined)  # tensor peers count the same tokens: of this only the sign of differences matters
-    for router, counts in zip(routers, joined.split([len(each) for each in found]), strict=True):
-        getattr(router, _COUNTS).copy_(counts)
-
-
-def _num_tokens(routed: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
-    total = torch.zeros(len(like), dtype=torch.int64, device=like.device)
-    for _, expert_index in routed:
-        total += torch.bincount(expert_index.reshape(-1), minlength=len(like))
-    return total
-
-
-def _routers_with_counts(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if _COUNTS in part._buffers]  # pyright: ignore[reportPrivateUsage]
-
-
-def _check_biases(routers: Mapping[str, nn.Module]) -> None:
-    for name, router in routers.items():
-        bias = dict(router.named_buffers()).get(_BIAS)
-        if bias is None or bias.is_meta or bias.dtype is not torch.float32:
-            problem = "has no bias for the choice alone" if bias is None else "has no values of it in float32"
-            raise NotBuiltYetError(
-                f"method='bias' is not served yet for {name} ({type(router).__name__}), which {problem} ({_BIAS}). Use "
-                "another method, or build the model with its values in float32."
-            )
-
-
-def _losses_of(routed: list[tuple[Tensor, Tensor]], aux_loss_coeff: float, z_loss_coeff: float) -> Tensor:
-    if all(logits.grad_fn is None for logits, _ in routed):
+def _losses_of(routed: Sequence[_Routed], aux_loss_coeff: float, z_loss_coeff: float) -> Tensor:
+    if not routed:
         raise ConfigError(
-            "the routers of a balanced model compute without gradients, so that nothing would be balanced. If its "
-            "blocks are recomputed, use gradient_checkpointing_kwargs={'use_reentrant': False}; if the routers are "
-            "frozen, leave the coefficients at 0."
+            "no router of a balanced model has run in training mode. Call model.train(), or leave it out."
         )
-    total = torch.zeros((), device=routed[0][0].device)
-    for logits, expert_index in routed:
+    without = [each for each in routed if each.logits.grad_fn is None]
+    if len(without) == len(routed) or any(_is_trained(each.router) for each in without):
+        raise ConfigError(
+            "a router of a balanced model computes without gradients, so that it would not be balanced. If blocks are "
+            "recomputed, use gradient_checkpointing_kwargs={'use_reentrant': False}; if all routers are frozen, and "
+            "what they read, leave the coefficients at 0."
+        )
+    total = torch.zeros((), device=routed[0].logits.device)
+    for _, logits, expert_index in routed:
         if z_loss_coeff:
             total = total + z_loss_coeff * router_z_loss(logits)
         if aux_loss_coeff:
             total = total + aux_loss_coeff * router_aux_loss(logits, expert_index)
     return total
+
+
+def _is_trained(router: nn.Module) -> bool:
+    return any(each.requires_grad for each in router.parameters())
 
 
 def _with_added(output: Any, added: Tensor) -> Any:
