@@ -64,8 +64,8 @@ def test_the_environment_names_a_file_and_explicit_arguments_win(tmp_path, monke
 def test_wrong_options_are_refused_when_the_strategy_is_made():
     with pytest.raises(UnknownKeyError, match="Did you mean 'hybrid_shard_degree'"):
         HyperPodStrategy(hybrid_shard_degre=2)
-    with pytest.raises(NotBuiltYetError, match="expert_parallel_degree=2 with param_offload=True"):
-        HyperPodStrategy(expert_parallel_degree=2, param_offload=True)
+    with pytest.raises(NotBuiltYetError, match="expert_parallel_degree=2 with mlp_tiles=2"):
+        HyperPodStrategy(expert_parallel_degree=2, mlp_tiles=2)
     with pytest.raises(ConfigError, match="mlp_tiles=4 cannot be combined with activation_checkpointing='selective'"):
         HyperPodStrategy(mlp_tiles=4, activation_checkpointing="selective")
     with pytest.raises(TypeError):
