@@ -86,7 +86,7 @@ class CommitVote:
         to.sendall(bytes((self._number, value)))
 
     def _receive(self, of: socket.socket) -> int:
-        data = receive_all(of, _MESSAGE_BYTES)
+        data = receive_all(of, _MESSAGE_BYTES, what="a commit-vote connection")
         if data[0] != self._number:
             raise ConnectionError(f"received vote {data[0]} instead of vote {self._number}")
         return data[1]

@@ -242,10 +242,15 @@ def connect_nonblocking(invitation: str, rank: int) -> tuple[socket.socket, byte
     return connection, _GREETING.pack(bytes.fromhex(token), rank)
 
 
-def receive_all(connection: socket.socket, num_bytes: int) -> bytes:
+def receive_all(connection: socket.socket, num_bytes: int, *, what: str = "the connection") -> bytes:
     """Receive exactly `num_bytes` from a blocking socket, and look for them for a moment before sleeping.
 
     Waking a thread that sleeps in a receive takes several times as long as the message itself.
+
+    Args:
+        connection: see `set_kernel_timeout`.
+        num_bytes: size of the message.
+        what: what an error calls the connection.
 
     Raises:
         BlockingIOError: no byte has come within the socket's kernel timeout.
@@ -255,7 +260,7 @@ def receive_all(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         more = connection.recv(num_bytes - len(data), socket.MSG_WAITALL)
         if not more:
-            raise ConnectionResetError("the connection was closed by its peer")
+            raise ConnectionResetError(f"{what} was closed by its peer")
         data += more
     return data
 

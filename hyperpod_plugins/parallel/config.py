@@ -274,15 +274,18 @@ class ParallelConfig:
             "mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward",
             "sequence_parallel": "the results have not been compared with those of one process",
         }
-        beside = {"float8_recipe": "no layers of Transformer Engine have been tried with its groups of ranks"}
+        is_te = self.float8_recipe == "te-fp8"
+        beside = (
+            {"float8_recipe": "no layers of Transformer Engine have been tried with its groups of ranks"}
+            if is_te
+            else {}
+        )
         for name, others in (
             ("expert_parallel_degree", with_experts | beside),
             ("context_parallel_degree", with_contexts | beside),
         ):
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
             asked = [other for other in others if getattr(self, other) != defaults[other]]
-            if self.float8_recipe != "te-fp8":
-                asked = [other for other in asked if other != "float8_recipe"]
             if getattr(self, name) > 1 and asked:
                 together = " and ".join(f"{other}={getattr(self, other)!r}" for other in asked)
                 instead = " and ".join(f"{other}={defaults[other]!r}" for other in asked)

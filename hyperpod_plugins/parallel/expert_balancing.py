@@ -14,7 +14,7 @@ With each of them, `z_loss_coeff` times the mean square of the logarithm of the 
 logits is added ("ST-MoE", Zoph et al., 2022, equation 5), which keeps these small.
 
 A token's weights for its experts are those that the model gives to the same experts without balancing. In evaluation
-mode nothing changes, so that a balanced model is an ordinary one for whoever loads it.
+mode nothing changes, so that what is saved of a balanced model is an ordinary one.
 
 Each rank balances its own tokens, and data parallelism averages the gradients: results are those of the same batches on
 each rank, not of one process with all tokens. All tokens count, those of padding, too. Each forward adds its losses, so
@@ -38,7 +38,8 @@ from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, derived_class
+from hyperpod_plugins.memory.recompute import derived_class
+from hyperpod_plugins.parallel.context_parallel import causal_language_models
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
 Method = Literal["none", "aux_loss", "sinkhorn"]
@@ -330,7 +331,7 @@ def _with_added(output: Any, added: Tensor) -> Any:
 
 
 def _language_model(model: nn.Module) -> Any:
-    found = [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    found = causal_language_models(model)
     if len(found) != 1:
         raise ConfigError(
             f"balance_experts is for one causal language model of transformers, and {type(model).__name__} contains "

@@ -54,7 +54,7 @@ class Routes:
     """Number of ranks that divide the tokens before."""
 
     @property
-    def too_few(self) -> float:
+    def gradient_divisor(self) -> float:
         """Ranks whose losses are averaged, per rank over which FSDP2 averages; see [Note: gradients of experts]."""
         return len(self.sent) / self.tensor_degree
 
@@ -176,7 +176,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         routes: Routes = ctx.routes
-        rows = routes.send_back(gradient * routes.too_few)  # [Note: gradients of experts]
+        rows = routes.send_back(gradient * routes.gradient_divisor)  # [Note: gradients of experts]
         return rows[routes.place].unflatten(0, (routes.num_tokens, routes.num_choices)).sum(dim=1), None
 
 
@@ -192,7 +192,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         routes: Routes = ctx.routes
-        return routes.send(gradient.flatten(0, 1)[routes.order]).div_(routes.too_few), None
+        return routes.send(gradient.flatten(0, 1)[routes.order]).div_(routes.gradient_divisor), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,11 +209,11 @@ class TokenParts:
 
     def own(self, tokens: Tensor) -> Tensor:
         """This rank's part of what all ranks have, `(num_tokens, ...)`. Differentiable."""
-        return cast("Any", _Divide.apply(tokens, self))
+        return tokens if self.group.size() == 1 else cast("Any", _Divide.apply(tokens, self))
 
     def join(self, part: Tensor) -> Tensor:
         """The parts of all ranks, `(num_tokens, ...)`. Differentiable."""
-        return cast("Any", _Join.apply(part, self))
+        return part if self.group.size() == 1 else cast("Any", _Join.apply(part, self))
 
     def cut(self, tokens: Tensor) -> Tensor:
         """This rank's part."""

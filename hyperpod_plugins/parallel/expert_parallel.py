@@ -173,9 +173,8 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int, tensor_mes
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
         hidden, expert_index, weights = _local(hidden), _local(expert_index), _local(weights)
         check_inputs(kind.__name__, hidden, expert_index, weights)
-        parts = TokenParts(group=tensor_mesh.get_group(), num_tokens=len(hidden)) if tensor_degree > 1 else None
-        if parts is not None:
-            hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
+        parts = TokenParts(group=tensor_mesh.get_group(), num_tokens=len(hidden))
+        hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
         group = expert_group(shard_degree, tensor_degree, degree)
         num_experts: int = self.num_experts
         routes, expert_of_row = route(expert_index, num_experts, group, tensor_degree=tensor_degree)
@@ -191,9 +190,8 @@ def _exchange_tokens(part: nn.Module, shard_degree: int, degree: int, tensor_mes
                 _check_result(kind, rows, result)
                 return result
 
-        if parts is None:
-            return compute_with_experts(compute, hidden, weights, routes, expert_of_row)
-        with _own_random_numbers(tensor_mesh.get_local_rank(), hidden.device, is_needed=self.training):
+        is_needed = self.training and tensor_degree > 1
+        with _own_random_numbers(tensor_mesh.get_local_rank(), hidden.device, is_needed=is_needed):
             result = compute_with_experts(compute, hidden, weights, routes, expert_of_row)
         return parts.join(result)
 
@@ -209,7 +207,7 @@ def _own_random_numbers(tensor_rank: int, device: torch.device, *, is_needed: bo
     if not is_needed:
         yield
         return
-    seed = int(torch.randint(2**62, ())) + tensor_rank
+    seed = int(torch.randint(2**62, (), device="cpu")) + tensor_rank
     on_device = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_device else []):
         torch.default_generator.manual_seed(seed)

@@ -107,7 +107,8 @@ def plan_for(model: nn.Module, config: ParallelConfig) -> Plan:
         own = _hugging_face_patterns(model, config.tensor_parallel_degree)
         plan = match_modules(model, own or LLAMA_LIKE_PLAN)
         if config.expert_parallel_degree > 1:
-            plan = {name: style for name, style in plan.items() if name not in layers_of_experts(model)}
+            experts = layers_of_experts(model)
+            plan = {name: style for name, style in plan.items() if name not in experts}
         _plan_experts(model, plan)
         if not plan or not (own or _is_llama_like(plan)):
             raise PlanError(_nothing_matched(model, list(own or LLAMA_LIKE_PLAN), plan))

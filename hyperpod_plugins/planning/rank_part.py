@@ -138,9 +138,8 @@ def _exchange_rows(part: nn.Module, group: dist.ProcessGroup, tensor_group: dist
     kind: Any = type(part)
 
     def forward(self: Any, hidden: Tensor, expert_index: Tensor, weights: Tensor) -> Tensor:
-        parts = TokenParts(group=tensor_group, num_tokens=len(hidden)) if tensor_group.size() > 1 else None
-        if parts is not None:
-            hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
+        parts = TokenParts(group=tensor_group, num_tokens=len(hidden))
+        hidden, expert_index, weights = parts.own(hidden), parts.cut(expert_index), parts.own(weights)
         each, more = divmod(expert_index.numel(), group.size())
         sizes = [each + (rank < more) for rank in range(group.size())]
         order = torch.argsort(expert_index.reshape(-1), stable=True)
@@ -149,7 +148,6 @@ def _exchange_rows(part: nn.Module, group: dist.ProcessGroup, tensor_group: dist
         def compute(rows: Tensor, experts: Tensor) -> Tensor:
             return kind.forward(self, rows, experts[:, None], torch.ones_like(rows[:, :1]))
 
-        result = compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order))
-        return result if parts is None else parts.join(result)
+        return parts.join(compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order)))
 
     part.__class__ = derived_class(kind, {"forward": forward})

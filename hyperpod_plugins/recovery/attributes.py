@@ -198,7 +198,7 @@ class PlainAttributes:
         """The last contents, which serve again while they are the same."""
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
         self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
-        self._kept, self._holds_still = (list[Any](), dict[int, Contents]()), False
+        self._unchanged_since: KeptAttributes | None = None
         self._num_kept, self._quick_text, self._quick = 0, b"", list[int]()
         self._sent: dict[str, Any] = {}
         self._sent_of: tuple[list[Any], dict[int, Contents]] | None = None
@@ -261,17 +261,16 @@ class PlainAttributes:
         for name in self._by_state & self._held.keys() if self._by_state else ():
             states[name] = self._state_copies.state_of(FollowedObject(name, self._held[name].value, FollowMode.STATE))
         modules = None if self.settings is None else self.settings.kept
-        self._kept = values, contents
         return KeptAttributes(self._held, self._places, values, contents, frozenset(self._whole), states, modules)
 
     @contextmanager
-    def as_kept(self) -> Generator[None]:
-        """Context in which `state_dict` takes what the last `keep` has found: the program changes nothing meanwhile."""
-        self._holds_still = True
+    def as_kept(self, kept: KeptAttributes) -> Generator[None]:
+        """Context in which `state_dict` takes what `keep` has just returned: the program changes nothing meanwhile."""
+        self._unchanged_since = kept
         try:
             yield
         finally:
-            self._holds_still = False
+            self._unchanged_since = None
 
     def put_back(self, kept: KeptAttributes) -> None:
         """Restore all attributes: the same objects, with the contents that were kept."""
@@ -480,7 +479,7 @@ class PlainAttributes:
 
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""
-        self._holds_still = False  # what hooks have written may be undone for a moment
+        self._unchanged_since = None  # what hooks have written may be undone for a moment
         self._note_parameters()
         is_left_out = self._is_left_out if self._follows else lambda _: True
         held, are_too_many = find_held(self._roots, packages=self._packages, is_left_out=is_left_out)
@@ -539,8 +538,8 @@ class PlainAttributes:
 
     def _present(self) -> tuple[list[Any], dict[int, Contents]]:
         """The value of each place, and the contents of containers, tensors and arrays; finds new objects first."""
-        if self._holds_still:
-            return self._kept
+        if self._unchanged_since is not None:
+            return self._unchanged_since.values, self._unchanged_since.contents
         if self.settings is not None and self.settings.follow():
             self._sent_of = None
         self._are_parameters_known = False

@@ -65,6 +65,7 @@ BUFFERS = "buffers"
 _WHOLE, _DIGEST = b"w", b"d"
 """First byte of a state, which says whether it follows, or only a digest because it is too large to be sent."""
 _NOTHING = pack({})
+"""States that are not needed by a replacement, packed, if there are none."""
 _BEFORE = "before"
 """Key beside the names of states: those that code has written since `LocalStates.before`, as they were there."""
 EPOCH_SUFFIX = "of the epoch"

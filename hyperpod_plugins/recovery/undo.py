@@ -233,8 +233,8 @@ class StepStart:
         Of the program, only `state_dict` of registered objects may run in it. What that writes is found at the vote.
         """
         with ExitStack() as stack:
-            for each, _ in self._attributes:
-                stack.enter_context(each.as_kept())
+            for each, kept in self._attributes:
+                stack.enter_context(each.as_kept(kept))
             yield
 
     def _collect(self) -> None:

@@ -43,16 +43,16 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        if self.moe_load_balancing not in get_args(LoadBalancing):
+            raise ConfigError(
+                f"moe_load_balancing must be one of {', '.join(get_args(LoadBalancing))}, but is "
+                f"{self.moe_load_balancing!r}"
+            )
         if self.smp_moe and (self.global_token_shuffle or self.moe_load_balancing == "balanced"):
             raise NotBuiltYetError(
                 f"MoEConfig(global_token_shuffle={self.global_token_shuffle}, moe_load_balancing="
                 f"{self.moe_load_balancing!r}) is not served yet. Use global_token_shuffle=False, and 'sinkhorn', "
                 "'aux_loss' or 'none'."
-            )
-        if self.moe_load_balancing not in get_args(LoadBalancing):
-            raise ConfigError(
-                f"moe_load_balancing must be one of {', '.join(get_args(LoadBalancing))}, but is "
-                f"{self.moe_load_balancing!r}"
             )
 
 
