@@ -1,7 +1,7 @@
 """Communication: the c10d backend `hyperpod`, whose process groups outlive their connections, and its transports."""
 
 from hyperpod_plugins.comm.channel import Channel
-from hyperpod_plugins.comm.commit_vote import commit_vote
+from hyperpod_plugins.comm.commit_vote import all_max, commit_vote
 from hyperpod_plugins.comm.groups import (
     choose_transport,
     connect,
@@ -31,6 +31,7 @@ __all__ = [
     "ResilientProcessGroup",
     "Traffic",
     "WORLD",
+    "all_max",
     "break_groups",
     "choose_transport",
     "commit_vote",

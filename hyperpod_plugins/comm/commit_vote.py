@@ -1,6 +1,6 @@
-"""The commit vote of a step: an all-reduce (bitwise or) of a few flags over all ranks.
+"""All-reduces of a few bytes over all ranks: the commit vote of a step (bitwise or), and `all_max`.
 
-The threads of a collective library wake each other for each message of a group; for two numbers per step this costs
+The threads of a collective library wake each other for each message of a group; for a few bytes per step this costs
 more than all other bookkeeping of a step without failures. Here the ranks of a generation form a binary tree of TCP
 connections, and a vote goes up and down it: a few system calls per rank, and 2 log2(n) sequential messages instead of
 the 2 n of a ring. See docs/design/vote.md.
@@ -12,10 +12,13 @@ means that all ranks may commit; the flags say something else (`recovery/step.py
 
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -23,11 +26,15 @@ from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.comm.runtime import group_health
 from hyperpod_plugins.comm.sockets import Listener, open_connection, receive_all, set_kernel_timeout
 from hyperpod_plugins.comm.transport import InnerGroup
-from hyperpod_plugins.comm.work import PeerWait
+from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import CommError
 
 _SLICE = timedelta(seconds=0.2)
-_MESSAGE_BYTES = 2  # number of the vote modulo 256, and the value
+_HEADER = struct.Struct("!BBI")
+"""Number of the message and what it is; the flags of a vote; and the size of the bytes that follow."""
+_WHAT = "a commit-vote connection"
+_NUMBERS = 128
+"""Messages are numbered modulo this; to the number of one that is no vote, it is added."""
 
 
 class CommitVote:
@@ -79,17 +86,50 @@ class CommitVote:
             self._send(each, mine)
             if on_child_notified is not None:
                 on_child_notified()
-        self._number = (self._number + 1) % 256
+        self._number = (self._number + 1) % _NUMBERS
+        return mine
+
+    def all_max(self, mine: bytes) -> bytes:
+        """Return the largest of each byte of all ranks, each of which passes as many.
+
+        Raises:
+            OSError: see `all_or`; or a neighbor passed another number of bytes, or voted.
+        """
+        for each in self._down:
+            mine = _maxima(mine, self._receive_bytes(each, len(mine)))
+        if self._up is not None:
+            self._send_bytes(self._up, mine)
+            mine = self._receive_bytes(self._up, len(mine))
+        for each in self._down:
+            self._send_bytes(each, mine)
+        self._number = (self._number + 1) % _NUMBERS
         return mine
 
     def _send(self, to: socket.socket, value: int) -> None:
-        to.sendall(bytes((self._number, value)))
+        to.sendall(_HEADER.pack(self._number, value, 0))
 
     def _receive(self, of: socket.socket) -> int:
-        data = receive_all(of, _MESSAGE_BYTES, what="a commit-vote connection")
-        if data[0] != self._number:
-            raise ConnectionError(f"received vote {data[0]} instead of vote {self._number}")
-        return data[1]
+        return self._receive_header(of, self._number, 0)
+
+    def _send_bytes(self, to: socket.socket, data: bytes) -> None:
+        to.sendall(_HEADER.pack(_NUMBERS + self._number, 0, len(data)) + data)
+
+    def _receive_bytes(self, of: socket.socket, num_bytes: int) -> bytes:
+        self._receive_header(of, _NUMBERS + self._number, num_bytes)
+        return receive_all(of, num_bytes, what=_WHAT)
+
+    def _receive_header(self, of: socket.socket, number: int, num_bytes: int) -> int:
+        """Receive a header, which must have this number and size; returns its flags."""
+        found, flags, size = _HEADER.unpack(receive_all(of, _HEADER.size, what=_WHAT))
+        if (found, size) != (number, num_bytes):
+            raise ConnectionError(
+                f"received message {found} with {size} bytes instead of message {number} with {num_bytes} bytes"
+            )
+        return flags
+
+
+def _maxima(first: bytes, second: bytes) -> bytes:
+    return np.maximum(np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8)).tobytes()
 
 
 def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | None:
@@ -116,13 +156,50 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | No
         return mine
     try:
         with PeerWait(group.key):
-            vote = inner.connections.get("vote")
-            if not isinstance(vote, CommitVote):  # the first vote of this generation
-                vote = _open(group, inner)
-            return vote.all_or(mine, told)
+            return _vote_of(group, inner).all_or(mine, told)
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
         return None
+
+
+def all_max(values: torch.Tensor) -> bytes:
+    """Return the largest of each value of all ranks: an all-reduce whose result the host reads.
+
+    Values in host memory go over the tree of the commit vote, if the default group is of the backend `hyperpod`.
+
+    Args:
+        values: uint8 `(n,)`, the same `n` on all ranks.
+
+    Returns:
+        `n` bytes; if the groups are broken, inside a step, any.
+
+    Raises:
+        PeerLost: a rank is lost, outside a step.
+    """
+    group = dist.group.WORLD
+    inner = group.connected if isinstance(group, ResilientProcessGroup) else None
+    is_ordinary = not (group_health.is_unavailable or group_health.refusal_reason or group_health.on_set_up)
+    is_in_tree = inner is not None and is_ordinary and values.is_cpu and inner.queueing_device([values]) is None
+    if not isinstance(group, ResilientProcessGroup) or inner is None or not is_in_tree:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return bytes(values.tolist())
+    mine = bytes(values.tolist())
+    if group.size() == 1:
+        return mine
+    try:
+        with PeerWait(group.key):
+            return _vote_of(group, inner).all_max(mine)
+    except (OSError, dist.DistError) as error:
+        group.mark_broken(error)
+        if not group_health.suppresses_collectives:
+            raise_peer_lost(group_health.cause or str(error), error)
+        return mine
+
+
+def _vote_of(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:
+    """The tree of this generation, which the first message opens."""
+    vote = inner.connections.get("vote")
+    return vote if isinstance(vote, CommitVote) else _open(group, inner)
 
 
 def _open(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm import all_max, group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
 from hyperpod_plugins.parallel.gather_trace import (
     DIGEST_BYTES,
@@ -145,9 +145,7 @@ def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int
         return max(told, default=0)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return int(flag)
-    alone = flag.reshape(1).clone()
-    dist.all_reduce(alone, op=dist.ReduceOp.MAX)
-    largest = int(alone)
+    (largest,) = all_max(flag.reshape(1).clone())
     return largest if group_health.cause is None else 0
 
 
@@ -253,8 +251,7 @@ class UnitTrace:
             all_of_them = torch.frombuffer(bytearray(digest + used + b"\0"), dtype=torch.uint8).to(self._device)
             if flag is not None:
                 all_of_them[-1:].copy_(flag.reshape(1))  # on the device, without waiting on the host
-            dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX)
-            agreed = bytes(all_of_them.tolist())
+            agreed = all_max(all_of_them)
             if group_health.cause is not None:
                 return 0  # the values are garbage; the commit vote will fail
             if not is_one_digest(agreed):

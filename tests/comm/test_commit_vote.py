@@ -1,14 +1,16 @@
-"""Votes over a tree of sockets: all ranks get the flags that any has set, and no rank waits for one that is gone."""
+"""Votes and maxima over a tree of sockets: all get what any rank has set, and none waits for one that is gone."""
 
 import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from operator import or_
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import run_ranks
 
@@ -41,6 +43,62 @@ def test_all_get_the_flags_that_any_has_set(size):
     assert votes_of(size, numbers) == [wanted] * size
 
 
+def all_max_between_votes(size, values):
+    """What each of `size` threads gets, in turn from a vote and from `all_max`."""
+    store, found = dist.HashStore(), [[] for _ in range(size)]
+
+    def take_part(rank):
+        vote = connect_vote(store, rank, size, "127.0.0.1", PATIENCE)
+        for said in values:
+            found[rank] += [vote.all_or(1 << rank), vote.all_max(said[rank])]
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_all_get_the_largest_of_each_byte(size):
+    values = [[bytes(rank * place * step % 256 for place in range(40)) for rank in range(size)] for step in range(9)]
+    wanted = [each for said in values for each in (2**size - 1, bytes(map(max, zip(*said, strict=True))))]
+    assert all_max_between_votes(size, values) == [wanted] * size
+
+
+@pytest.mark.parametrize(
+    ("of_parent", "of_child"),
+    [("all_max", "all_or"), ("all_or", "all_max"), ("all_max", "more")],
+    ids=["a vote", "bytes", "more bytes"],
+)
+def test_ranks_that_are_at_different_places_do_not_take_one_message_for_another(of_parent, of_child):
+    store, found = dist.HashStore(), {}
+    calls = {
+        "all_max": lambda vote: vote.all_max(b"ab"),
+        "more": lambda vote: vote.all_max(b"abc"),
+        "all_or": lambda vote: vote.all_or(1),
+    }
+
+    def take_part(rank, call):
+        vote = connect_vote(store, rank, 2, "127.0.0.1", PATIENCE)
+        try:
+            calls[call](vote)
+        except OSError as error:
+            found[rank] = str(error)
+        with suppress(OSError):
+            for each in vote.sockets:
+                each.shutdown(socket.SHUT_RDWR)  # as a break does
+
+    threads = [threading.Thread(target=take_part, args=each) for each in ((0, of_parent), (1, of_child))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found.keys() == {0, 1}
+    assert "received message" in found[0]
+
+
 def test_whoever_calls_without_the_token_is_not_counted():
     store = dist.HashStore()
     found = {}
@@ -69,22 +127,29 @@ def test_a_neighbour_that_does_not_come_is_not_waited_for_long():
 
 
 def vote_until_one_is_gone():
-    from hyperpod_plugins.comm import break_groups, commit_vote, group_health
+    from hyperpod_plugins.comm import all_max, break_groups, commit_vote, group_health
+    from hyperpod_plugins.errors import PeerLost
 
     dist.init_process_group("hyperpod")
     rank = dist.get_rank()
     with group_health.tolerate_breaks():
         results = [commit_vote(rank * (step % 2)) for step in range(4)]
+        results.append(all_max(torch.tensor([rank, 9 - rank], dtype=torch.uint8)))
         if rank == 3:
             time.sleep(0.3)
             break_groups("a test cuts the connections")
-        last = commit_vote(1)
-    is_broken, began_s = group_health.cause is not None, time.monotonic()
+        last = commit_vote(1) if rank % 2 else all_max(torch.zeros(4, dtype=torch.uint8))
+        is_broken, began_s = group_health.cause is not None, time.monotonic()
+        any_bytes = all_max(torch.zeros(4, dtype=torch.uint8))
     again = commit_vote(1)
-    return results, last, is_broken, again, time.monotonic() - began_s < 1
+    try:
+        all_max(torch.zeros(4, dtype=torch.uint8))
+    except PeerLost:
+        is_told = True
+    return results, last in (None, bytes(4)), is_broken, len(any_bytes), again, is_told, time.monotonic() - began_s < 1
 
 
 @pytest.mark.spawns
 def test_a_rank_that_is_gone_breaks_the_groups_of_all():
     for found in run_ranks(vote_until_one_is_gone, world_size=5, timeout_s=40):
-        assert found == ([0, 7, 0, 7], None, True, None, True)
+        assert found == ([0, 7, 0, 7, bytes([4, 9])], True, True, 4, None, True, True)
