@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hyperpod_plugins.lightning import CheckpointlessRecovery as CheckpointlessRecovery
     from hyperpod_plugins.lightning import ElasticTraining as ElasticTraining
     from hyperpod_plugins.lightning import FaultInjection as FaultInjection
+    from hyperpod_plugins.lightning import Float8Precision as Float8Precision
     from hyperpod_plugins.lightning import HyperPodStrategy as HyperPodStrategy
     from hyperpod_plugins.lightning import TokenDataConfig as TokenDataConfig
     from hyperpod_plugins.lightning import TokenDataModule as TokenDataModule
@@ -65,7 +66,7 @@ _EXPORTS = {
     "data": ("BatchSplit", "StatefulLoader", "TokenDataset", "build_tokens"),
     "elastic": ("ElasticPolicy",),
     "lightning": (
-        *("CheckpointlessRecovery", "ElasticTraining", "FaultInjection", "HyperPodStrategy"),
+        *("CheckpointlessRecovery", "ElasticTraining", "FaultInjection", "Float8Precision", "HyperPodStrategy"),
         *("TokenDataConfig", "TokenDataModule"),
     ),
     "parallel": (

@@ -614,13 +614,18 @@ def loading(page):
     assert model.get_input_embeddings().weight.shape[0] == VOCABULARY + 3
 
 
-@fragments("docs/guides/float8.md", 'float8_recipe="rowwise"', ranks=2)
+@fragments("docs/guides/float8.md", 'float8_recipe="rowwise"', "import Float8Precision", ranks=2)
 def float8(page):
-    page.run('float8_recipe="rowwise"', QUIET=QUIET, replaced={'"bf16-mixed")': '"bf16-mixed", devices=2, **QUIET)'})
-    fitted = language_module()
-    page["trainer"].fit(fitted, loader_of_tokens(8, 2))
-    assert "Float8Linear" in {type(each).__name__ for each in fitted.modules()}
-    assert len(fitted.losses) == 2
+    losses = []
+    for quote, end in (('float8_recipe="rowwise"', '"bf16-mixed")'), ("import Float8Precision", '"bf16-mixed")])')):
+        page.run(quote, QUIET=QUIET, replaced={end: f"{end[:-1]}, devices=2, **QUIET)"})
+        torch.manual_seed(0)
+        fitted = language_module()
+        page["trainer"].fit(fitted, loader_of_tokens(8, 2))
+        assert "Float8Linear" in {type(each).__name__ for each in fitted.modules()}
+        losses.append(fitted.losses)
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
 
 
 COLLECTIVES = ('init_process_group("hyperpod")', "strict=True", "reset_traffic()")

@@ -160,11 +160,12 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 _PREFIX = "ACCELERATE_FP8_"
 _TE_FIELDS = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo")
+_DELAYED = {"margin": 0, "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+"""Accelerate's defaults of the options of delayed scaling."""
 _TE_OTHERS = {
     "interval": (1, "scales are computed anew in every pass"),
     "use_autocast_during_eval": (False, "evaluations are in bfloat16"),
     "override_linear_precision": ((False, False, False), "all three products of a layer are in float8"),
-    "use_mxfp8_block_scaling": (False, "scales of blocks are not served yet"),
 }
 """Options of Transformer Engine with the one value that is served, and why."""
 
@@ -224,6 +225,14 @@ def te_options(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, (served, why) in _TE_OTHERS.items():
         if values.get(name, served) != served:
             raise ConfigError(f"TERecipeKwargs: {name}={values[name]!r} is not supported: {why}. Leave it out.")
+    if values.get("use_mxfp8_block_scaling"):
+        for name, default in _DELAYED.items():
+            if values.get(name, default) not in (default, *(("E4M3",) if name == "fp8_format" else ())):
+                raise ConfigError(
+                    f"TERecipeKwargs: {name}={values[name]!r} is not supported with use_mxfp8_block_scaling=True: "
+                    "scales of blocks do not follow earlier passes. Leave it out."
+                )
+        return {"fp8": "te", "float8_recipe": "te-mxfp8"}
     scaling = {name: values[name] for name in _TE_FIELDS if name in values}
     return {"fp8": "te", "float8_recipe": "te-fp8", "te_scaling": scaling}
 

@@ -24,7 +24,7 @@ from hyperpod_plugins.env import accelerate_variables, config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
-from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING
+from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TE_RECIPES
 
 ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
 _OF_RECIPES = {"float8_all_gather", "te_scaling"}
@@ -215,7 +215,7 @@ class HyperPodPlugin(AcceleratorSpec):
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s must be positive, but is {self.timeout_s}")
         FiniteCheck(self.non_finite, waits_anyway=True)  # validates the value
-        of_te = self.config.float8_recipe == "te-fp8"
+        of_te = self.config.float8_recipe in TE_RECIPES
         if self.settings.fp8 != "off" and of_te != (self.settings.fp8 == "te"):
             raise ConfigError(
                 f"fp8={self.settings.fp8!r} contradicts float8_recipe={self.config.float8_recipe!r}: give one of them."

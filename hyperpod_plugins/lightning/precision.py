@@ -1,6 +1,6 @@
 """Lightning's precision plugin for parameters that are DTensors on several meshes."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -17,6 +17,58 @@ from hyperpod_plugins.parallel.config import PRECISIONS
 from hyperpod_plugins.parallel.config import Precision as PrecisionName
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients
+from hyperpod_plugins.precision.float8 import Float8Recipe
+from hyperpod_plugins.precision.transformer_engine import BLOCK_RECIPES, TeRecipe, TeScaling
+
+_PLAIN = "32-true"
+"""Precision of a Trainer that was given none."""
+
+
+class Float8Precision(Precision):
+    """Linear layers in float8, as a precision plugin: `Trainer(strategy="hyperpod", plugins=[Float8Precision()])`.
+
+    It means the strategy's options of the same names, with all else in `precision`. Lightning rejects names of
+    precisions that it does not know, so `Trainer(precision="rowwise")` is not possible.
+
+    Args:
+        float8_recipe: see `ParallelConfig.float8_recipe`.
+        precision: of everything else, `bf16-mixed` or `bf16-true`.
+        float8_all_gather: see `ParallelConfig`.
+        float8_pad_inner_dim: see `ParallelConfig`.
+        te_scaling: see `ParallelConfig`.
+
+    Raises:
+        ConfigError: the options are not known, or exclude each other.
+    """
+
+    def __init__(
+        self,
+        float8_recipe: Float8Recipe = "tensorwise",
+        *,
+        precision: PrecisionName = "bf16-mixed",
+        float8_all_gather: bool = False,
+        float8_pad_inner_dim: bool = False,
+        te_scaling: TeScaling | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.precision = cast("Any", precision)
+        self.options: dict[str, Any] = {
+            "precision": precision,
+            "float8_recipe": float8_recipe,
+            "float8_all_gather": float8_all_gather,
+            "float8_pad_inner_dim": float8_pad_inner_dim,
+        } | ({} if te_scaling is None else {"te_scaling": te_scaling})
+        if float8_recipe == "none":
+            raise ConfigError("Float8Precision needs a float8_recipe. For none, write Trainer(precision=...) instead.")
+        if precision == _PLAIN:
+            raise ConfigError(f"Float8Precision(precision={precision!r}): use 'bf16-mixed' or 'bf16-true'.")
+        ParallelConfig.of(self.options)  # validates them
+
+    @override
+    def convert_module(self, module: Any) -> Any:
+        """Refuse another strategy, which would train without float8."""
+        raise ConfigError(
+            f"Float8Precision works with strategy='hyperpod' only, and this strategy would train in {self.precision}."
+        )
 
 
 class HyperPodPrecision(Precision):
@@ -59,19 +111,38 @@ class HyperPodPrecision(Precision):
         chosen = config.precision if was_chosen else None
         if isinstance(plugin, TransformerEnginePrecision):
             return cls._of_transformer_engine(plugin, device_type, config, chosen)
+        if isinstance(plugin, Float8Precision):
+            return cls._of_float8(plugin, device_type, config, chosen)
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(
                 f"strategy='hyperpod' cannot run with precision {plugin.precision!r} ({type(plugin).__name__}). "
-                f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin. For float8, "
-                "give the strategy a float8_recipe."
+                f"Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}, and no precision plugin but "
+                "Float8Precision. For float8, give the strategy a float8_recipe, or use that plugin."
             )
-        if chosen is not None and plugin.precision not in ("32-true", chosen):
+        if chosen is not None and plugin.precision not in (_PLAIN, chosen):
             raise ConfigError(
                 f"Trainer(precision={plugin.precision!r}) contradicts the strategy's precision={chosen!r}: "
                 "give one of them, or the same in both."
             )
         name = chosen or plugin.precision
         return cls(name, device_type), ParallelConfig.of(config, precision=name)
+
+    @classmethod
+    def _of_float8(
+        cls, plugin: Float8Precision, device_type: str, config: ParallelConfig, chosen: str | None
+    ) -> tuple["HyperPodPrecision", ParallelConfig]:
+        """The options of the plugin, which those of the strategy must not contradict."""
+        default = ParallelConfig()
+        own = {name: value for name in plugin.options if (value := getattr(config, name)) != getattr(default, name)}
+        own |= {} if chosen is None else {"precision": chosen}
+        meant = ParallelConfig.of(config, **plugin.options)
+        for name, value in own.items():
+            if value != getattr(meant, name):
+                raise ConfigError(
+                    f"Float8Precision has {name}={getattr(meant, name)!r}, but the strategy has {value!r}: give one of "
+                    "them, or the same in both."
+                )
+        return cls(meant.precision, device_type), meant
 
     @classmethod
     def _of_transformer_engine(
@@ -85,18 +156,20 @@ class HyperPodPrecision(Precision):
                 f"strategy='hyperpod' cannot run {asked} with weights in {plugin.weights_dtype} and other layers in "
                 f"{plugin.fallback_compute_dtype}: it computes in bfloat16. {instead}."
             )
-        recipe, found = plugin.recipe, type(plugin.recipe).__name__
-        if found != "DelayedScaling" or recipe != type(recipe)() or plugin.replace_layers is False:
+        names: dict[str, TeRecipe] = {kind: name for name, kind in BLOCK_RECIPES.items()}
+        names["DelayedScaling"] = "te-fp8"
+        recipe, name = plugin.recipe, names.get(type(plugin.recipe).__name__)
+        if name is None or recipe != type(recipe)() or plugin.replace_layers is False:
             raise ConfigError(
-                f"strategy='hyperpod' takes no options of {type(plugin).__name__} (recipe, replace_layers). {instead}, "
-                "and its option te_scaling."
+                f"strategy='hyperpod' takes no options of {type(plugin).__name__} (replace_layers, or a recipe other "
+                f"than {', '.join(names)} with their defaults). {instead}, and its option te_scaling."
             )
-        if chosen not in (None, "bf16-true") or config.float8_recipe not in ("none", "te-fp8"):
+        if chosen not in (None, "bf16-true") or config.float8_recipe not in ("none", name):
             raise ConfigError(
-                f"{asked} means precision='bf16-true' and float8_recipe='te-fp8', but the strategy has "
+                f"{asked} means precision='bf16-true' and float8_recipe={name!r}, but the strategy has "
                 f"precision={config.precision!r} and float8_recipe={config.float8_recipe!r}. Leave one of them out."
             )
-        config = ParallelConfig.of(config, precision="bf16-true", float8_recipe="te-fp8")
+        config = ParallelConfig.of(config, precision="bf16-true", float8_recipe=name)
         return cls("bf16-true", device_type), config
 
     @override

@@ -20,7 +20,7 @@ from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, 
 from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 from hyperpod_plugins.precision.float8 import Float8Recipe, check_float8
-from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TeScaling
+from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TE_RECIPES, TeScaling
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -85,8 +85,8 @@ class ParallelConfig:
     """`bf16-mixed`: float32 parameters and optimizer state, bfloat16 compute, float32 gradient reduction."""
     float8_recipe: Float8Recipe = "none"
     """Compute the linear layers of the model's blocks in float8: by torchao with one scale for each row (`rowwise`) or
-    tensor (`tensorwise`), or by Transformer Engine with delayed scaling (`te-fp8`). Needs a precision of bfloat16 and
-    the extra `fp8` or `te`.
+    tensor (`tensorwise`), or by Transformer Engine with delayed scaling (`te-fp8`) or, in MXFP8 or NVFP4, with a scale
+    for each block of values (`te-mxfp8`, `te-nvfp4`). Needs a precision of bfloat16 and the extra `fp8` or `te`.
     """
     float8_all_gather: bool = False
     """Gather the weights of these layers in float8, half of the bytes, with the same bits. Needs
@@ -242,14 +242,19 @@ class ParallelConfig:
             )
 
     def _check_te(self) -> None:
-        if self.float8_recipe != "te-fp8":
-            if self.te_scaling != DEFAULT_SCALING:
-                raise ConfigError(
-                    f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}. Use 'te-fp8', or "
-                    "leave te_scaling out."
-                )
+        is_delayed = self.float8_recipe == "te-fp8"
+        if self.te_scaling != DEFAULT_SCALING and not is_delayed:
+            raise ConfigError(
+                f"te_scaling is for float8_recipe='te-fp8', but it is {self.float8_recipe!r}. Use 'te-fp8', or "
+                "leave te_scaling out."
+            )
+        if self.float8_recipe not in TE_RECIPES:
             return
-        twice = "its layers would run twice in a step, and lose what they had noted for their next scales"
+        twice = (
+            "its layers would run twice in a step, and lose what they had noted for their next scales"
+            if is_delayed
+            else "its layers would be computed again in bfloat16, as backward is outside of Transformer Engine's region"
+        )
         on_host = "no optimizer step on the host has been tried with Transformer Engine's layers"
         others = {
             "tensor_parallel_degree": (self.tensor_parallel_degree > 1, "its layers do not take DTensors"),
@@ -264,7 +269,7 @@ class ParallelConfig:
         asked = [f"{name} ({why})" for name, (is_asked, why) in others.items() if is_asked]
         if asked:
             raise ConfigError(
-                f"float8_recipe='te-fp8' cannot be combined with {' and '.join(asked)}. Leave "
+                f"float8_recipe={self.float8_recipe!r} cannot be combined with {' and '.join(asked)}. Leave "
                 f"{asked[0].partition(' ')[0]} out, or use float8_recipe='tensorwise'."
             )
 
@@ -274,7 +279,7 @@ class ParallelConfig:
             "mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward",
             "sequence_parallel": "the results have not been compared with those of one process",
         }
-        is_te = self.float8_recipe == "te-fp8"
+        is_te = self.float8_recipe in TE_RECIPES
         beside = (
             {"float8_recipe": "no layers of Transformer Engine have been tried with its groups of ranks"}
             if is_te

@@ -41,6 +41,7 @@ from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
+from hyperpod_plugins.precision.transformer_engine import TE_RECIPES
 
 log = logging.getLogger(__name__)
 
@@ -142,15 +143,15 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
     """Let the linear layers of a model's blocks compute in float8, as `float8_recipe` says, and log what was converted.
 
     Raises:
-        ConfigError: the precision is float32, or the model recomputes activations itself and the recipe is `te-fp8`;
-            see also `convert_linears`.
+        ConfigError: the precision is float32, or the model recomputes activations itself and the recipe is one of
+            Transformer Engine; see also `convert_linears`.
         MissingExtraError: the library of the recipe is not installed.
     """
     if config.float8_recipe == "none":
         return
-    if config.float8_recipe == "te-fp8" and recomputes_itself(model):
+    if config.float8_recipe in TE_RECIPES and recomputes_itself(model):
         raise ConfigError(
-            f"float8_recipe='te-fp8', but {type(model).__name__} checkpoints its activations itself "
+            f"float8_recipe={config.float8_recipe!r}, but {type(model).__name__} checkpoints its activations itself "
             "(gradient_checkpointing_enable()): its layers would run twice. Leave one of them out."
         )
     if config.precision == "32-true":

@@ -3,11 +3,12 @@
 Both factors of each product are scaled by their largest absolute value and cast to float8, in forward and backward;
 results have the layer's own type. With torchao, one scale for a whole tensor is fastest; one for each row is more
 exact. These scales come from the present values, so there is no state to save, and a step that is computed again has
-the same bits. Transformer Engine (`te-fp8`) takes scales from earlier steps; see `precision/transformer_engine.py`.
+the same bits. Transformer Engine takes scales from earlier steps (`te-fp8`) or scales blocks of values (`te-mxfp8`,
+`te-nvfp4`); see `precision/transformer_engine.py`.
 
 Parameters and optimizer state keep their type. Only layers inside a model's blocks are converted: the head and the
 embedding are the most sensitive, and a small part of the time. The sides of a matrix must be multiples of 16, which is
-what the float8 units multiply.
+what the float8 units multiply; with MXFP8, of 32.
 """
 
 import importlib.util
@@ -21,16 +22,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError, format_list
-from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TeScaling, to_transformer_engine
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, format_list
+from hyperpod_plugins.precision.transformer_engine import (
+    BLOCK_SIZES,
+    DEFAULT_SCALING,
+    TE_RECIPES,
+    TeScaling,
+    to_transformer_engine,
+)
 
 log = logging.getLogger(__name__)
 
-Float8Recipe = Literal["none", "rowwise", "tensorwise", "te-fp8"]
+Float8Recipe = Literal["none", "rowwise", "tensorwise", "te-fp8", "te-mxfp8", "te-nvfp4"]
 FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
-_BLOCK_SCALED = ("mxfp8", "nvfp4")
 _SIDE = 16
-_NEEDED = (8, 9)
+_NEEDED, _NEEDED_FOR_BLOCKS = (8, 9), (10, 0)
 _CONVERSION = "float8_conversion"
 
 
@@ -68,15 +74,10 @@ def check_float8(recipe: str) -> None:
 
     Raises:
         ConfigError: there is no recipe of that name.
-        NotBuiltYetError: it scales blocks of a row, which this release does not serve.
     """
-    if recipe in _BLOCK_SCALED:
-        raise NotBuiltYetError(
-            f"float8_recipe={recipe!r} scales blocks of 16 or 32 values. Only GPUs of compute capability 10.0 or "
-            "higher multiply these, and this release does not serve them yet. Use 'rowwise'."
-        )
     if recipe not in FLOAT8_RECIPES:
-        raise ConfigError(f"float8_recipe must be one of {', '.join(FLOAT8_RECIPES)}, but is {recipe!r}")
+        of_te = f". Transformer Engine has it: 'te-{recipe}'" if f"te-{recipe}" in BLOCK_SIZES else ""
+        raise ConfigError(f"float8_recipe must be one of {', '.join(FLOAT8_RECIPES)}, but is {recipe!r}{of_te}")
 
 
 def check_float8_library(recipe: Float8Recipe) -> None:
@@ -85,7 +86,7 @@ def check_float8_library(recipe: Float8Recipe) -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    library, extra = ("transformer_engine", "te") if recipe == "te-fp8" else ("torchao", "fp8")
+    library, extra = ("transformer_engine", "te") if recipe in TE_RECIPES else ("torchao", "fp8")
     if recipe != "none" and importlib.util.find_spec(library) is None:
         raise MissingExtraError(library, extra, f"float8_recipe={recipe!r}")
 
@@ -120,8 +121,9 @@ def convert_linears(
 
     Args:
         model: with parameters of any type and device, also on the meta device. Modules and parameters stay the same
-            objects; only the class of the modules changes. `te-fp8` needs values, and makes other modules.
-        recipe: `"rowwise"`, `"tensorwise"` or `"te-fp8"`.
+            objects; only the class of the modules changes. Recipes of Transformer Engine need values, and make other
+            modules.
+        recipe: any but `"none"`.
         device: that will compute; on a CPU, torchao's float8 is emulated.
         blocks: modules in which layers are converted; empty for all but the first and the last layer of the model.
         gathers_in_float8: whether `gather_in_float8` will be called after `fully_shard`; for the log only.
@@ -132,19 +134,15 @@ def convert_linears(
         What was converted.
 
     Raises:
-        ConfigError: the device has no float8 units, or no layer can be converted.
-        MissingExtraError: torchao, or for `te-fp8` Transformer Engine, is not installed.
+        ConfigError: the device has no units for the recipe, or no layer can be converted.
+        MissingExtraError: torchao or Transformer Engine, whichever the recipe needs, is not installed.
     """
     check_float8(recipe)
     check_float8_library(recipe)
-    is_te = recipe == "te-fp8"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _NEEDED:
-        raise ConfigError(
-            f"float8_recipe={recipe!r} needs GPUs of compute capability {_NEEDED[0]}.{_NEEDED[1]} or higher, but "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. Leave float8_recipe out."
-        )
+    _check_device(recipe, device)
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    left = _left_out(model, linears, blocks, replaces_modules=is_te)
+    side = max(_SIDE, BLOCK_SIZES.get(recipe, 0))
+    left = _left_out(model, linears, blocks, replaces_modules=recipe in TE_RECIPES, side=side)
     converted = [name for name in linears if name not in left]
     if not converted:
         raise ConfigError(
@@ -152,9 +150,9 @@ def convert_linears(
             + "".join(f"; {name}: {why}" for name, why in [*left.items()][:3])
             + ". Leave float8_recipe out, or name the classes of its blocks with block_classes."
         )
-    is_emulated = device.type != "cuda" and not is_te
-    if is_te:
-        to_transformer_engine(model, {name: linears[name] for name in converted}, te_scaling, device)
+    is_emulated = device.type != "cuda" and recipe not in TE_RECIPES
+    if recipe in TE_RECIPES:
+        to_transformer_engine(model, {name: linears[name] for name in converted}, recipe, te_scaling, device)
     else:
         from hyperpod_plugins.precision.float8_linear import to_float8  # needs torchao
 
@@ -174,6 +172,25 @@ def convert_linears(
     )
 
 
+def _check_device(recipe: Float8Recipe, device: torch.device) -> None:
+    """Refuse a GPU that has no units for a recipe.
+
+    Raises:
+        ConfigError: see above.
+    """
+    if device.type != "cuda":
+        return
+    is_in_blocks, found = recipe in BLOCK_SIZES, torch.cuda.get_device_capability(device)
+    needed = _NEEDED_FOR_BLOCKS if is_in_blocks else _NEEDED
+    if found < needed:
+        instead = "Use 'te-fp8' or one of torchao's recipes" if found >= _NEEDED else "Leave float8_recipe out"
+        raise ConfigError(
+            f"float8_recipe={recipe!r} needs GPUs of compute capability {needed[0]}.{needed[1]} or higher"
+            f"{', which multiply values that are scaled in blocks' if is_in_blocks else ''}, but "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. {instead}."
+        )
+
+
 def convertible_linears(model: nn.Module, blocks: Collection[nn.Module] = ()) -> dict[str, nn.Linear]:
     """Return the layers that `convert_linears` would convert with a recipe of torchao, by name.
 
@@ -182,12 +199,17 @@ def convertible_linears(model: nn.Module, blocks: Collection[nn.Module] = ()) ->
         blocks: as for `convert_linears`.
     """
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    left = _left_out(model, linears, blocks, replaces_modules=False)
+    left = _left_out(model, linears, blocks, replaces_modules=False, side=_SIDE)
     return {name: part for name, part in linears.items() if name not in left}
 
 
 def _left_out(
-    model: nn.Module, linears: Mapping[str, nn.Linear], blocks: Collection[nn.Module], *, replaces_modules: bool
+    model: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    blocks: Collection[nn.Module],
+    *,
+    replaces_modules: bool,
+    side: int,
 ) -> dict[str, str]:
     """The layers that are not converted, with the reason."""
     inside = {id(part) for block in blocks for part in block.modules()}
@@ -203,8 +225,8 @@ def _left_out(
             left[name] = "outside of the blocks" if blocks else "the first or the last layer"
         elif users[id(part.weight)] > 1:
             left[name] = "its weight is shared"
-        elif any(side % _SIDE for side in shape):
-            left[name] = f"a side of its matrix on a rank is no multiple of {_SIDE}"
+        elif any(size % side for size in shape):
+            left[name] = f"a side of its matrix on a rank is no multiple of {side}"
         elif replaces_modules and _has_hooks(part):
             left[name] = "it has hooks"
     return left

@@ -1,8 +1,11 @@
-"""Linear layers of Transformer Engine in float8 with delayed scaling; `float8_recipe="te-fp8"`.
+"""Linear layers of Transformer Engine: in float8 with delayed scaling (`float8_recipe="te-fp8"`), or in blocks.
 
-Activations and weights are cast to E4M3, gradients to E5M2 (or as `TeScaling` says), with scales from the largest
-absolute values of earlier passes, which Transformer Engine reduces over all ranks as a forward or backward ends. So
-scales are the same on all ranks, but they are state, and what a step computes depends on them.
+With delayed scaling, activations and weights are cast to E4M3, gradients to E5M2 (or as `TeScaling` says), with scales
+from the largest absolute values of earlier passes, which Transformer Engine reduces over all ranks as a forward or
+backward ends. So scales are the same on all ranks, but they are state, and what a step computes depends on them.
+
+MXFP8 (`te-mxfp8`) has a scale for each 32 values, NVFP4 (`te-nvfp4`) one for each 16 values of 4 bits. These scales
+come from the present values, so there is no state. Only GPUs of compute capability 10.0 or higher multiply such values.
 
 [Note: scales are buffers] Transformer Engine keeps scales and histories outside of what torch calls the state of a
 module, and registers them in a list of the process when a layer first runs. Here all layers are set up when they are
@@ -11,7 +14,7 @@ layers. What a step has done to buffers is undone, replacements and joiners get 
 
 [Note: one region] Transformer Engine reduces when `autocast` is left, and a layer that has run twice by then has lost
 the values of its first call. So the model's forward, or Lightning's step, is one region; layers that run outside of it
-or twice in it are refused. Recomputation would do both.
+are refused, with delayed scaling also those that run twice in it. Recomputation would do both.
 
 [Note: evaluations] A forward without gradients, or of a model in eval mode, is in bfloat16 and changes no scales. If a
 backward follows the latter, the model would train in bfloat16, so that backward is refused. A model without dropout is
@@ -35,6 +38,12 @@ from hyperpod_plugins.errors import ConfigError
 # Transformer Engine is optional, and not typed.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
+TeRecipe = Literal["te-fp8", "te-mxfp8", "te-nvfp4"]
+TE_RECIPES: tuple[TeRecipe, ...] = get_args(TeRecipe)
+BLOCK_SIZES: dict[str, int] = {"te-mxfp8": 32, "te-nvfp4": 16}
+"""Number of values that have a scale together, for each recipe that scales blocks."""
+BLOCK_RECIPES: dict[TeRecipe, str] = {"te-mxfp8": "MXFP8BlockScaling", "te-nvfp4": "NVFP4BlockScaling"}
+"""Transformer Engine's class for each of them."""
 TeFormat = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 _KEYS = {"scaling_fwd": "fwd", "scaling_bwd": "bwd"}
@@ -87,39 +96,40 @@ DEFAULT_SCALING = TeScaling()
 
 
 def to_transformer_engine(
-    model: nn.Module, linears: Mapping[str, nn.Linear], scaling: TeScaling, device: torch.device
+    model: nn.Module, linears: Mapping[str, nn.Linear], recipe: TeRecipe, scaling: TeScaling, device: torch.device
 ) -> None:
     """Replace linear layers by those of Transformer Engine, in place; parameters stay the same objects.
 
     Args:
         model: whose forward becomes the region in which the layers compute in float8; see [Note: one region].
         linears: name and layer of those to replace, with values.
+        recipe: how to scale.
         scaling: options of delayed scaling.
         device: that will compute; scales are there from now on.
 
     Raises:
-        ConfigError: a layer has no values yet, another model of this process is trained with Transformer Engine, or the
-            device has no float8 units.
+        ConfigError: a layer has no values yet, another model of this process is trained with delayed scaling, or the
+            device or the version of Transformer Engine does not have the recipe.
     """
     without = [name for name, each in linears.items() if each.weight.is_meta]
     if without:
         raise ConfigError(
-            f"float8_recipe='te-fp8': {without[0]} has no values yet (delayed_init, or the meta device), which layers "
-            "of Transformer Engine cannot get later. Build the model with values, or use float8_recipe='tensorwise'."
+            f"float8_recipe={recipe!r}: {without[0]} has no values yet (delayed_init, or the meta device), which "
+            "layers of Transformer Engine cannot get later. Build the model with values, or use "
+            "float8_recipe='tensorwise'."
         )
-    _check_alone()
+    is_delayed = recipe not in BLOCK_SIZES
+    _check_alone(recipe)
     manager = _manager()
-    is_available, reason = manager.is_fp8_available()
-    if not is_available:
-        raise ConfigError(f"float8_recipe='te-fp8': Transformer Engine says {reason!r}. Leave float8_recipe out.")
-    region = _Region(model, _library(), _recipe(scaling))
+    _check_available(manager, recipe)
+    region = _Region(model, _library(), _recipe(recipe, scaling), name=recipe)
     made = {id(each): _converted(each, region, device) for each in linears.values()}
     for name, part in [*model.named_modules(remove_duplicate=False)]:
         if id(part) in made:
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, made[id(part)])
     with torch.no_grad(), region.autocast():  # without gradients, leaving it reduces nothing
-        for layer in made.values():
+        for layer in made.values() if is_delayed else ():
             layer.init_fp8_metadata()
             manager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
             for name, tensor in _scales_of(layer).items():
@@ -127,7 +137,20 @@ def to_transformer_engine(
     model.register_forward_pre_hook(lambda module, _: region.enter(module, num_calls=1))
     model.register_forward_hook(lambda *_: region.leave(), always_call=True)
     _regions[model] = region
-    _trained.append(weakref.ref(model))
+    _trained.append((weakref.ref(model), is_delayed))
+
+
+def _check_available(manager: Any, recipe: TeRecipe) -> None:
+    """Refuse a recipe that this device, or this version of Transformer Engine, does not have.
+
+    Raises:
+        ConfigError: see above.
+    """
+    available = getattr(manager, f"is_{recipe.removeprefix('te-')}_available", None)
+    is_available, reason = (False, "this version does not know it") if available is None else available()
+    if not is_available:
+        instead = "Use 'te-fp8', or leave float8_recipe out" if recipe in BLOCK_SIZES else "Leave float8_recipe out"
+        raise ConfigError(f"float8_recipe={recipe!r}: Transformer Engine says {reason!r}. {instead}.")
 
 
 @contextmanager
@@ -144,9 +167,10 @@ def float8_region(model: nn.Module) -> Generator[None]:
 class _Region:
     """Where layers compute in float8: from the outermost `enter` to its `leave`. For one thread."""
 
-    def __init__(self, model: nn.Module, library: Any, recipe: Any) -> None:
+    def __init__(self, model: nn.Module, library: Any, recipe: Any, *, name: TeRecipe) -> None:
         self._model = weakref.ref(model)
-        self._library, self._recipe = library, recipe
+        self._library, self._recipe, self._name = library, recipe, name
+        self._is_delayed = name not in BLOCK_SIZES
         self._depth = 0
         self._is_step = False
         self._context: Any = None
@@ -218,10 +242,17 @@ class _Region:
         if self._context is not None or model is None or not (torch.is_grad_enabled() and result.requires_grad):
             return
         if any(each.requires_grad for each in model.parameters()):
-            result.register_hook(_refuse_backward)
+            result.register_hook(self._refuse_backward)
+
+    def _refuse_backward(self, _: Tensor) -> None:
+        raise ConfigError(
+            f"float8_recipe={self._name!r}: a backward follows a forward in eval mode, which was in bfloat16. Call "
+            "model.train(), and eval() only on its dropout layers to train without dropout. For gradients of inputs "
+            "alone, let no parameter require gradients (requires_grad_(False))."
+        )
 
     def check(self, layer: Any) -> None:
-        """Raise if a layer runs outside of a region, or twice in it.
+        """Raise if a layer runs outside of a region, or, with delayed scaling, twice in it.
 
         Raises:
             ConfigError: see [Note: one region].
@@ -229,10 +260,12 @@ class _Region:
         if self._context is None:
             if layer.training and torch.is_grad_enabled():
                 raise ConfigError(
-                    "float8_recipe='te-fp8': a layer runs outside of the forward of the model that was given to "
+                    f"float8_recipe={self._name!r}: a layer runs outside of the forward of the model that was given to "
                     "parallelize, or while that one is in eval mode, or again in backward (recomputation). Call the "
                     "model as a whole, in training mode and without recomputation, or use float8_recipe='tensorwise'."
                 )
+            return
+        if not self._is_delayed:
             return
         if id(layer) in self._ran:
             raise ConfigError(
@@ -256,30 +289,26 @@ def _num_calls(model: nn.Module) -> int:
     return number
 
 
-def _refuse_backward(_: Tensor) -> None:
-    raise ConfigError(
-        "float8_recipe='te-fp8': a backward follows a forward in eval mode, which was in bfloat16. Call model.train(), "
-        "and eval() only on its dropout layers to train without dropout. For gradients of inputs alone, let no "
-        "parameter require gradients (requires_grad_(False))."
-    )
-
-
 _regions: "weakref.WeakKeyDictionary[nn.Module, _Region]" = weakref.WeakKeyDictionary()
-_trained: "list[weakref.ref[nn.Module]]" = []
-"""The models of this process that were converted."""
+_trained: "list[tuple[weakref.ref[nn.Module], bool]]" = []
+"""The models of this process that were converted, and whether their scales are delayed."""
 
 
-def _check_alone() -> None:
-    """Refuse a second model while the first one exists, and forget the layers of one that does not."""
-    if any(each() is not None for each in _trained):
-        gc.collect()
-    if any(each() is not None for each in _trained):
+def _check_alone(recipe: TeRecipe) -> None:
+    """Refuse a second model beside one with delayed scaling, and forget the layers of models that do not exist.
+
+    Whatever region is left, Transformer Engine reduces the delayed scales of all layers of the process.
+    """
+    gc.collect()
+    present = [(model, is_delayed) for model, is_delayed in _trained if model() is not None]
+    if any(is_delayed or recipe not in BLOCK_SIZES for _, is_delayed in present):
         raise ConfigError(
-            "float8_recipe='te-fp8' for a second model in one process: Transformer Engine reduces the scales of both "
-            "together, and a process that joins has only those of one. Use float8_recipe='tensorwise'."
+            f"float8_recipe={recipe!r} for a second model in one process, and delayed scaling ('te-fp8') for one of "
+            "both: Transformer Engine reduces the scales of all models together, and a process that joins has only "
+            "those of one. Use float8_recipe='tensorwise'."
         )
-    if _trained:
-        _trained.clear()
+    if len(present) < len(_trained):
+        _trained[:] = present
         _manager().reset()
 
 
@@ -297,9 +326,11 @@ def _manager() -> Any:
     return FP8GlobalStateManager
 
 
-def _recipe(scaling: TeScaling) -> Any:
+def _recipe(name: TeRecipe, scaling: TeScaling) -> Any:
     from transformer_engine.common import recipe
 
+    if name in BLOCK_RECIPES:
+        return getattr(recipe, BLOCK_RECIPES[name])()
     return recipe.DelayedScaling(
         margin=scaling.margin,
         fp8_format=getattr(recipe.Format, scaling.fp8_format),

@@ -17,6 +17,7 @@ from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
 from hyperpod_plugins.parallel.config import fields_given
 from hyperpod_plugins.parallel.topology import AXES
+from hyperpod_plugins.precision.transformer_engine import TE_RECIPES
 from hyperpod_plugins.smp import torch_classes
 
 # Warnings about behavior that may differ from what an SMP v2 script expects.
@@ -50,7 +51,7 @@ class Job:
         Not with Transformer Engine, whose layers are not recomputed, nor with this package's own recomputation.
         """
         is_settled = self.says_offload or self.config.activation_checkpointing != "none"
-        if is_settled or self.config.float8_recipe == "te-fp8":
+        if is_settled or self.config.float8_recipe in TE_RECIPES:
             return self.config
         return replace(self.config, sm_activation_offloading=True)
 

@@ -231,8 +231,9 @@ def test_the_handler_of_transformer_engine_is_served_or_refused_by_name(monkeypa
     config = of_recipe(TERecipeKwargs(margin=2, amax_history_len=16))
     assert config.float8_recipe == "te-fp8"
     assert config.te_scaling == TeScaling(margin=2, amax_history_len=16, amax_compute_algo="most_recent")
+    assert of_recipe(TERecipeKwargs(use_mxfp8_block_scaling=True)).float8_recipe == "te-mxfp8"
     for option, told in (
-        ({"use_mxfp8_block_scaling": True}, "scales of blocks are not served"),
+        ({"use_mxfp8_block_scaling": True, "margin": 1}, "margin=1 is not supported with use_mxfp8_block_scaling"),
         ({"use_autocast_during_eval": True}, "evaluations are in bfloat16"),
         ({"interval": 2}, "interval=2"),
         ({"override_linear_precision": (False, True, False)}, "all three products"),

@@ -89,7 +89,10 @@ def test_what_the_launcher_exports_is_read(variables, options):
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "MSAMP"}, "MSAMP"),
         (TE | {"ACCELERATE_FP8_OVERRIDE_DGRAD": "True"}, "override_linear_precision"),
         (TE | {"ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": "[False, True, False]"}, "override_linear_precision"),
-        (TE | {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true"}, "use_mxfp8_block_scaling=True"),
+        (
+            TE | {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "true", "ACCELERATE_FP8_AMAX_HISTORY_LEN": "16"},
+            "amax_history_len=16 is not supported with use_mxfp8",
+        ),
         (TE | {"ACCELERATE_FP8_MARGIN": "-1"}, "MARGIN must be a whole number, but is '-1'"),
         (MESH | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "DeepSpeed"),
         (MESH | {"PARALLELISM_CONFIG_TP_SIZE": "two"}, "'two'"),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from device import ACCELERATOR
 from lightning.pytorch import callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
-from hyperpod_plugins.lightning import HyperPodStrategy
+from hyperpod_plugins.lightning import Float8Precision, HyperPodStrategy
 from hyperpod_plugins.lightning.module_checks import (
     ends_steps,
     refuse_copying_callbacks,
@@ -170,6 +171,52 @@ def test_what_it_cannot_mean_is_refused(by_strategy, options, message):
     plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, **options)
     with pytest.raises(ConfigError, match=message):
         make_trainer(HyperPodStrategy(**by_strategy), plugins=[plugin])
+
+
+@pytest.mark.usefixtures("with_transformer_engine")
+@pytest.mark.parametrize(("kind", "name"), [("MXFP8BlockScaling", "te-mxfp8"), ("NVFP4BlockScaling", "te-nvfp4")])
+def test_lightnings_plugin_with_a_recipe_of_blocks(kind, name):
+    from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+    from transformer_engine.common import recipe
+
+    plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=getattr(recipe, kind)())
+    config = make_trainer("hyperpod", plugins=[plugin]).strategy.config
+    assert (config.precision, config.float8_recipe) == ("bf16-true", name)
+
+
+@pytest.mark.parametrize("strategy", ["hyperpod", None], ids=["name", "object"])
+def test_float8_as_a_precision_plugin(strategy):
+    plugin = Float8Precision("tensorwise", precision="bf16-true", float8_all_gather=True)
+    trainer = make_trainer(strategy or HyperPodStrategy(), plugins=[plugin])
+    config = trainer.strategy.config
+    assert trainer.precision == config.precision == "bf16-true"
+    assert (config.float8_recipe, config.float8_all_gather) == ("tensorwise", True)
+
+
+def test_float8_as_a_plugin_and_as_options_of_the_strategy():
+    same = HyperPodStrategy(float8_recipe="rowwise", precision="bf16-mixed")
+    assert make_trainer(same, plugins=[Float8Precision("rowwise")]).strategy.config.float8_recipe == "rowwise"
+    for own, told in (
+        ({"float8_recipe": "rowwise"}, "float8_recipe='tensorwise', but the strategy has 'rowwise'"),
+        ({"precision": "32-true"}, "precision='bf16-mixed', but the strategy has '32-true'"),
+        ({"tensor_parallel_degree": 2, "float8_pad_inner_dim": True}, "float8_pad_inner_dim=False, but the strategy"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            make_trainer(HyperPodStrategy(**own), plugins=[Float8Precision()])
+
+
+def test_what_float8_precision_cannot_mean_is_refused():
+    for wrong, told in (
+        ({"float8_recipe": "none"}, "needs a float8_recipe"),
+        ({"float8_recipe": "blockwise"}, "float8_recipe must be one of"),
+        ({"precision": "32-true"}, "use 'bf16-mixed' or 'bf16-true'"),
+        ({"float8_recipe": "rowwise", "float8_all_gather": True}, "float8_all_gather=True needs"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Float8Precision(**wrong)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, plugins=[Float8Precision()], logger=False, max_epochs=1)
+    with pytest.raises(ConfigError, match="works with strategy='hyperpod' only"):
+        trainer.fit(BoringModel())
 
 
 def test_lightning_refuses_the_name_where_the_strategy_is_an_object():

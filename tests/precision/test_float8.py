@@ -8,7 +8,7 @@ import torch
 from harness import run_ranks
 from torch import nn
 
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError, MissingExtraError
 from hyperpod_plugins.memory import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.precision import convert_linears
@@ -150,10 +150,11 @@ def test_layers_that_cannot_be_converted_are_left_and_a_model_without_others_is_
 
 
 def test_what_is_not_served_is_refused_by_name(monkeypatch):
-    with pytest.raises(ConfigError, match=r"one of none, rowwise, tensorwise, te-fp8, but is 'blockwise'"):
+    known = "none, rowwise, tensorwise, te-fp8, te-mxfp8, te-nvfp4"
+    with pytest.raises(ConfigError, match=rf"one of {known}, but is 'blockwise'$"):
         ParallelConfig(float8_recipe="blockwise")
     for recipe in ("mxfp8", "nvfp4"):
-        with pytest.raises(NotBuiltYetError, match=rf"{recipe}.*compute capability 10.0.*Use 'rowwise'"):
+        with pytest.raises(ConfigError, match=rf"but is '{recipe}'. Transformer Engine has it: 'te-{recipe}'"):
             ParallelConfig(float8_recipe=recipe)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")

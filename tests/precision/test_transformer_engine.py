@@ -254,6 +254,60 @@ def test_what_cannot_be_served_is_refused_by_name(library, monkeypatch):
         converted()
 
 
+@pytest.mark.parametrize(("recipe", "error"), [("te-mxfp8", 0.05), ("te-nvfp4", 0.2)])
+def test_scales_of_blocks_are_no_state(library, recipe, error):
+    plain, model = made(), made()
+    done = convert_linears(model, recipe, CPU, blocks=[model[1], model[2]])
+    assert str(done).startswith(f"float8 ({recipe}): 4 of 6 linear layers")
+    assert not dict(model.named_buffers())
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    wanted, first, second = plain(x), model(x), model(x)
+    assert 1e-3 < (first - wanted).norm() / wanted.norm() < error
+    assert torch.equal(first, second)  # no pass depends on earlier ones
+    first.square().mean().backward()
+    wanted.square().mean().backward()
+    one, other = model[1].up.weight.grad, plain[1].up.weight.grad
+    assert 1e-3 < (one - other).norm() / other.norm() < 4 * error
+    assert torch.equal(model.eval()(x), plain(x))  # in an evaluation nothing is cast
+    with pytest.raises(ConfigError, match=f"{recipe}.*a backward follows a forward in eval mode"):
+        model(x).sum().backward()
+    again = made()
+    convert_linears(again, recipe, CPU, blocks=[again[1], again[2]])  # a second model takes no state of the first
+
+
+def test_layers_may_run_twice_where_scales_are_no_state(library):
+    model = made(1)
+    convert_linears(model, "te-mxfp8", CPU, blocks=[model[1]])
+    model.forward = lambda x: model[1](model[1](x))
+    assert model(torch.ones(2, 32)).isfinite().all()
+    with pytest.raises(ConfigError, match="a layer runs outside of the forward"):
+        model[1](torch.ones(2, 32))
+
+
+@pytest.mark.parametrize("recipe", ["te-mxfp8", "te-nvfp4"])
+def test_devices_without_the_units_are_refused_with_the_reason(library, monkeypatch, recipe):
+    manager, model = library.FP8GlobalStateManager, made()
+    reason = "Device compute capability 10.0 or higher required"
+    monkeypatch.setattr(manager, "is_available_in_blocks", (False, reason))
+    with pytest.raises(ConfigError, match=rf"{recipe}.*{reason}.*Use 'te-fp8'"):
+        convert_linears(model, recipe, CPU, blocks=[model[1]])
+    monkeypatch.delattr(manager, f"is_{recipe[3:]}_available")
+    with pytest.raises(ConfigError, match=f"{recipe}.*this version does not know it"):
+        convert_linears(model, recipe, CPU, blocks=[model[1]])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    with pytest.raises(ConfigError, match=r"capability 10.0 or higher, which multiply.*NVIDIA H200 has 9.0. Use"):
+        convert_linears(model, recipe, torch.device("cuda"), blocks=[model[1]])
+
+
+def test_blocks_of_32_values_need_sides_of_that_many(library):
+    model = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 16))
+    done = convert_linears(model, "te-mxfp8", CPU)
+    assert done.converted == ("2",)
+    assert done.left["1"] == "a side of its matrix on a rank is no multiple of 32"
+
+
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"'te-fp8' needs the Python package 'transformer_engine'"):
@@ -382,15 +436,46 @@ def train():
             model(x.bfloat16()).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: each.clone() for name, each in model.named_buffers()}
+    scales = {name: each.clone() for name, each in model.named_buffers()}
+    with pytest.raises(ConfigError, match=r"'te-mxfp8' for a second model in one process, and delayed scaling"):
+        convert_linears(made(), "te-mxfp8", CPU)
+    del model, optimizer
+    return scales, [losses_in_blocks(mesh, recipe) for recipe in ("te-mxfp8", "te-nvfp4")]
+
+
+def losses_in_blocks(mesh, recipe):
+    """Losses and buffers of a model that is sharded over this mesh, or over none."""
+    model = made()
+    if mesh is None:
+        convert_linears(model.bfloat16(), recipe, CPU, blocks=[model[1], model[2]])
+    else:
+        config = ParallelConfig(
+            float8_recipe=recipe, hybrid_shard_degree=2, precision="bf16-true", block_classes=("Block",)
+        )
+        parallelize(model, mesh, config, averages_replicas=False)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [name for name, _ in model.named_buffers()]
 
 
 @pytest.mark.spawns
-def test_scales_are_the_same_on_all_ranks():
+def test_scales_are_the_same_on_all_ranks(library):
     """Each rank has other samples, so without a reduction over all of them they would differ."""
-    first, *others = run_ranks(train, world_size=4, timeout_s=120)
+    (first, in_blocks), *others = run_ranks(train, world_size=4, timeout_s=120)
+    for recipe, (losses, buffers) in zip(("te-mxfp8", "te-nvfp4"), in_blocks, strict=True):
+        wanted, _ = losses_in_blocks(None, recipe)
+        assert losses == pytest.approx(wanted, rel=2e-2)  # bfloat16
+        assert losses[-1] < losses[0]
+        assert not buffers
     assert len(first) == 16
-    for other in others:
+    for other, other_in_blocks in others:
+        assert other_in_blocks == in_blocks
         for name, each in first.items():
             assert torch.equal(each, other[name]), name
     assert not torch.equal(first["1.up.fp8_scale_fwd"], torch.ones(3))

@@ -23,3 +23,23 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     reduce_amax: bool = True
+
+    def delayed(self):
+        return True
+
+
+@dataclass
+class MXFP8BlockScaling:
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+
+    def delayed(self):
+        return False
+
+
+@dataclass
+class NVFP4BlockScaling:
+    fp4_format: str = "E2M1"
+
+    def delayed(self):
+        return False

@@ -20,12 +20,33 @@ def _quantized(tensor, state, index, dtype):
     return (tensor.float() * state.scale[index]).clamp(-limit, limit).to(dtype).float() / state.scale[index]
 
 
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _quantized_in_blocks(tensor, recipe):
+    """Blocks of the last dimension: MXFP8 with scales that are powers of two, NVFP4 with scales in E4M3."""
+    size = 32 if type(recipe).__name__ == "MXFP8BlockScaling" else 16
+    blocks = tensor.float().unflatten(-1, (-1, size))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    if size == 32:
+        scale = 2 ** (largest.log2().floor() - 8)
+        cast = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    else:
+        scale = (largest / 6).to(torch.float8_e4m3fn).float().clamp_min(2**-9)
+        scaled = blocks / scale
+        cast = FP4[(scaled.abs().unsqueeze(-1) - FP4).abs().argmin(-1)] * scaled.sign()
+    return (cast * scale).flatten(-2)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, inp, bias, layer, is_fp8, is_first):
         ctx.layer, ctx.is_fp8, ctx.is_first, ctx.has_bias = layer, is_fp8, is_first, bias is not None
         x, w = inp, weight
-        if is_fp8:
+        ctx.is_in_blocks = is_fp8 and not layer.fp8_meta["recipe"].delayed()
+        if ctx.is_in_blocks:
+            x, w = (_quantized_in_blocks(each, layer.fp8_meta["recipe"]).to(inp.dtype) for each in (inp, weight))
+        elif is_fp8:
             state = layer.fp8_meta["scaling_fwd"]
             x = _quantized(inp, state, 0, torch.float8_e4m3fn).to(inp.dtype)
             w = _quantized(weight, state, 1, torch.float8_e4m3fn).to(inp.dtype)
@@ -36,7 +57,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         g = grad
-        if ctx.is_fp8:
+        if ctx.is_in_blocks:
+            g = _quantized_in_blocks(grad, ctx.layer.fp8_meta["recipe"]).to(grad.dtype)
+        elif ctx.is_fp8:
             is_hybrid = ctx.layer.fp8_meta["recipe"].fp8_format.name == "HYBRID"
             dtype = torch.float8_e5m2 if is_hybrid else torch.float8_e4m3fn
             g = _quantized(grad, ctx.layer.fp8_meta["scaling_bwd"], 0, dtype).to(grad.dtype)
@@ -67,7 +90,7 @@ class Linear(nn.Module):
         if self.fp8_initialized and manager.recipe == self.fp8_meta["recipe"]:
             return
         self.fp8_meta |= {"recipe": manager.recipe, "num_gemms": num_gemms}
-        if not self.fp8_meta_tensors_initialized:
+        if not self.fp8_meta_tensors_initialized and manager.recipe.delayed():
             self.fp8_meta["scaling_fwd"] = DelayedScalingRecipeState(manager.recipe, 3)
             self.fp8_meta["scaling_bwd"] = DelayedScalingRecipeState(manager.recipe, 2)
         self.fp8_initialized = self.fp8_meta_tensors_initialized = True

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class FP8GlobalStateManager:
-    is_available = True, ""
+    is_available = is_available_in_blocks = True, ""
 
     @classmethod
     def reset(cls):
@@ -19,13 +19,21 @@ class FP8GlobalStateManager:
         return cls.is_available
 
     @classmethod
+    def is_mxfp8_available(cls):
+        return cls.is_available_in_blocks
+
+    @classmethod
+    def is_nvfp4_available(cls):
+        return cls.is_available_in_blocks
+
+    @classmethod
     def is_first_fp8_module(cls):
         found, cls.is_first = cls.is_first, False
         return found
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta):
-        if "buffer_index_and_autocast_key" in fp8_meta:
+        if not fp8_meta["recipe"].delayed() or "buffer_index_and_autocast_key" in fp8_meta:
             return
         fp8_meta["buffer_index_and_autocast_key"] = []
         for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
