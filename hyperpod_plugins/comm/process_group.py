@@ -27,7 +27,7 @@ from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.comm.options import SHARD_ACROSS, SHARD_NODE, CommOptions, GroupKey
 from hyperpod_plugins.comm.runtime import group_health, runtime
 from hyperpod_plugins.comm.traffic import Collective
-from hyperpod_plugins.comm.transport import InnerGroup, transport_message
+from hyperpod_plugins.comm.transport import InnerGroup, TimedConnections, transport_message
 from hyperpod_plugins.comm.work import FinishedWork, ResilientWork, no_op_group, raise_peer_lost, reduce_scatter
 from hyperpod_plugins.errors import CommError, LoopError, PeerLost
 
@@ -272,6 +272,8 @@ class ResilientProcessGroup(DelegatingGroup):
         Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
         self._name, self._description = "", ""
+        self._deferred: list[dist.Work] | None = None
+        """Collectives for which the caller does not wait; None outside of `defer_waits`."""
 
     @property
     def is_closed(self) -> bool:
@@ -378,6 +380,9 @@ class ResilientProcessGroup(DelegatingGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long collectives wait for their peers, in this generation and in later ones."""
         self.timeout = timeout  # set first, for the next generation: a broken group raises below
+        for each in () if self._inner is None else self._inner.connections.values():
+            if isinstance(each, TimedConnections):
+                each.set_timeout(timeout)
         super().set_timeout(timeout)
 
     def shutdown_sockets(self) -> None:
@@ -389,11 +394,7 @@ class ResilientProcessGroup(DelegatingGroup):
         self, kind: Collective, payload_bytes: int, call: Callable[..., dist.Work], *args: Any, **kwargs: Any
     ) -> dist.Work:
         # Every collective of every group and its Work pass through here, so this is where faults are detected.
-        if group_health.refusal_reason and _is_main_thread():
-            group_health.before_refusal()
-            if group_health.refusal_reason:
-                raise LoopError(group_health.refusal_reason)
-        self._traffic.add(kind, payload_bytes)
+        self.announce(kind, payload_bytes)
         inner = self._inner
         try:
             work = call(*args, **kwargs)
@@ -423,7 +424,35 @@ class ResilientProcessGroup(DelegatingGroup):
         )
         if group_health.on_set_up is not None and _is_main_thread():
             group_health.on_set_up(kind, self.key, args[0] if args else (), handle)
+        if self._deferred is not None and device is None:
+            self._deferred.append(handle)
+            return FinishedWork()
         return handle
+
+    @contextmanager
+    def defer_waits(self, works: list[dist.Work]) -> Generator[list[dist.Work]]:
+        """Context in which waits for this group's collectives in host memory return at once.
+
+        Args:
+            works: the collectives are appended; the caller waits for them later.
+        """
+        self._deferred = works
+        try:
+            yield works
+        finally:
+            self._deferred = None
+
+    def announce(self, kind: Collective, payload_bytes: int) -> None:
+        """Count a collective that is about to run, if the main thread may communicate now.
+
+        Raises:
+            LoopError: it must not.
+        """
+        if group_health.refusal_reason and _is_main_thread():
+            group_health.before_refusal()
+            if group_health.refusal_reason:
+                raise LoopError(group_health.refusal_reason)
+        self._traffic.add(kind, payload_bytes)
 
     def mark_broken(self, error: BaseException) -> None:
         """Break all groups of this process, because this one has lost a peer."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,15 @@ class Transport(Protocol):
 
         The first is repaired; the second is a bug in the program, and is raised.
         """
+        ...
+
+
+@runtime_checkable
+class TimedConnections(Protocol):
+    """Connections whose longest wait for a peer can be changed while they are open."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest wait from now on."""
         ...
 
 

@@ -60,6 +60,7 @@ from hyperpod_plugins.parallel.gather_trace import (
     is_same_on_ranks,
 )
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
+from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction
 
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
 _STEPPED_ON = "_hyperpod_stepped_on"
@@ -237,6 +238,8 @@ class UnitTrace:
         """See `reconcile_gradients`."""
         if not self.trace:
             return 0
+        for unit in self._units:  # an optimizer may step within backward
+            unit.wait()
         if self.num_checked_steps:
             self.note(2 * len(self._units))
             self.num_checked_steps -= 1
@@ -374,7 +377,7 @@ class UnitTrace:
         del self.trace[:]
         self._shortened = b""
         for unit in self._units:
-            unit.is_active = False
+            unit.forget()
         for parameter in self._parameters:
             parameter.whole.is_written, parameter.problem = False, _UNUSED
 
@@ -505,6 +508,7 @@ class _Unit:
         self.parameters = [_Parameter(each, whole) for each, whole in zip(group.fsdp_params, followed, strict=True)]
         self.is_active = False
         """Whether the unit ran in a forward whose backward has not ended."""
+        self._overlapped = OverlappedReduction(group)
         self._pre_forward, self._unshard = group.pre_forward, group.unshard
         self._post_backward, self._finalize_backward = group.post_backward, group.finalize_backward
         vars(group).update(
@@ -569,10 +573,21 @@ class _Unit:
                     for parameter in trained:
                         parameter.accumulate()  # FSDP2 reduces gradients of one type together
                 self.watch.note(2 * self._index + 1)
-        return self._post_backward(*args)
+        with self._overlapped.reduction():
+            return self._post_backward(*args)
+
+    def wait(self) -> None:
+        """Wait for all-reduces that backward has not waited for."""
+        self._overlapped.wait()
+
+    def forget(self) -> None:
+        """Forget a forward, or a backward, that has not ended."""
+        self.is_active = False
+        self._overlapped.forget()
 
     def _end(self) -> Any:
         self.is_active = False
+        self._overlapped.wait()
         return self._finalize_backward()
 
 

@@ -35,6 +35,7 @@ WAYS = {
 }
 SNAPSHOTS_OF = "full shard 4, recomputed"
 LAYOUTS = {
+    "replicas": {"hybrid_shard_degree": 1},
     "hsdp 2x2": {"hybrid_shard_degree": 2},
     "full shard 4, recomputed": {"activation_checkpointing": "full"},
     "full shard 4, offloaded, chunks, tiles": WAYS["chunks and tiles"],
@@ -86,6 +87,7 @@ LAYOUTS = {
     },
 }
 IN_SUITE = (  # each kind of layout, and each way to save memory; products in bfloat16 take long on a CPU
+    "replicas",
     "hsdp 2x2",
     "full shard 4, recomputed",
     "full shard 4, optimizer on the host",
