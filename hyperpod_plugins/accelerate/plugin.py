@@ -68,6 +68,8 @@ class HyperPodPlugin(AcceleratorSpec):
     ) -> None:
         source, asked = _read(config_path() if config is None else config)
         told = set(options) | (set(source) if isinstance(source, Mapping) else set())
+        if "float8_recipe" in options:
+            asked = _without_details(asked)
         others = set(_OF_FLOAT8) - set(asked) - told
         asked |= options
         settings = AccelerateSettings(**{name: asked.pop(name) for name in _SETTINGS & set(asked)})
@@ -102,7 +104,7 @@ class HyperPodPlugin(AcceleratorSpec):
         """
         given = {} if config_path() else options_in(accelerate_variables())
         if "float8_recipe" in options:
-            given.pop("float8_all_gather", None)  # of the recipe that the variables imply
+            given = _without_details(given)
         plugin = cls(**(given | options))
         object.__setattr__(plugin, "_told", plugin._told - (set(given) - set(options)))
         return plugin
@@ -225,6 +227,11 @@ class HyperPodPlugin(AcceleratorSpec):
                 f"fp8={self.settings.fp8!r} keeps parameters in float32 and computes the rest in bfloat16, so it "
                 f"excludes precision={self.config.precision!r}. Leave precision out."
             )
+
+
+def _without_details(given: dict[str, Any]) -> dict[str, Any]:
+    """What a launcher or its file asks for, without the options of the recipe that it implies: there is another one."""
+    return {name: value for name, value in given.items() if name == "float8_recipe" or name not in _OF_FLOAT8}
 
 
 def _names_of_float8(told: set[str], settings: AccelerateSettings) -> frozenset[str]:

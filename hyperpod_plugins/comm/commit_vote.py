@@ -57,6 +57,12 @@ class CommitVote:
         self._down.append(connection)
         set_kernel_timeout(connection, self._timeout.total_seconds())
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest wait for a neighbor from now on."""
+        self._timeout = timeout
+        for each in self.sockets:
+            set_kernel_timeout(each, timeout.total_seconds())
+
     def __del__(self) -> None:
         """Close the connections together with the group that they belong to."""
         for each in self.sockets:
@@ -178,22 +184,28 @@ def all_max(values: torch.Tensor) -> bytes:
     """
     group = dist.group.WORLD
     inner = group.connected if isinstance(group, ResilientProcessGroup) else None
-    is_ordinary = not (group_health.is_unavailable or group_health.refusal_reason or group_health.on_set_up)
-    is_in_tree = inner is not None and is_ordinary and values.is_cpu and inner.queueing_device([values]) is None
-    if not isinstance(group, ResilientProcessGroup) or inner is None or not is_in_tree:
+    is_in_tree = inner is not None and values.is_cpu and inner.queueing_device([values]) is None
+    if not isinstance(group, ResilientProcessGroup) or inner is None or not is_in_tree or group_health.is_unavailable:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return bytes(values.tolist())
-    mine = bytes(values.tolist())
     if group.size() == 1:
-        return mine
+        return bytes(values.tolist())
     try:
-        with PeerWait(group.key):
-            return _vote_of(group, inner).all_max(mine)
+        if not isinstance(inner.connections.get("vote"), CommitVote):
+            # The first time, on all ranks: a collective of the library notices a peer that is gone before it connects.
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            if group_health.cause is None:
+                _open(group, inner)
+            return bytes(values.tolist())
+        group.announce("all_reduce", values.nbytes)
+        group.num_issued += 1
+        with PeerWait(group.key, group.num_issued):
+            return _vote_of(group, inner).all_max(bytes(values.tolist()))
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
         if not group_health.suppresses_collectives:
             raise_peer_lost(group_health.cause or str(error), error)
-        return mine
+        return bytes(values.tolist())
 
 
 def _vote_of(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:

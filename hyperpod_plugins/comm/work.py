@@ -213,14 +213,15 @@ class PeerWait:
     blocks.
     """
 
-    def __init__(self, key: GroupKey) -> None:
-        self._key = key
+    def __init__(self, key: GroupKey, number: int = 0) -> None:
+        """Prepare a wait; `number` is that of `ResilientProcessGroup.num_issued`, if it counts as a collective."""
+        self._key, self._number = key, number
         self._is_said = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> None:
         if self._is_said:
             waiting = runtime.waiting
-            waiting.since_s, waiting.number, waiting.key = time.monotonic(), 0, self._key
+            waiting.since_s, waiting.number, waiting.key = time.monotonic(), self._number, self._key
 
     def __exit__(self, *_: object) -> None:
         if self._is_said:

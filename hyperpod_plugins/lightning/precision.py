@@ -111,7 +111,7 @@ class HyperPodPrecision(Precision):
         chosen = config.precision if was_chosen else None
         if isinstance(plugin, TransformerEnginePrecision):
             return cls._of_transformer_engine(plugin, device_type, config, chosen)
-        if isinstance(plugin, Float8Precision):
+        if type(plugin) is Float8Precision:
             return cls._of_float8(plugin, device_type, config, chosen)
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or plugin.precision not in PRECISIONS:
             raise ConfigError(

@@ -8,7 +8,7 @@ the same bits. Transformer Engine takes scales from earlier steps (`te-fp8`) or 
 
 Parameters and optimizer state keep their type. Only layers inside a model's blocks are converted: the head and the
 embedding are the most sensitive, and a small part of the time. The sides of a matrix must be multiples of 16, which is
-what the float8 units multiply; with MXFP8, of 32.
+what the float8 units multiply; with scales of blocks, of 32.
 """
 
 import importlib.util
@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError, MissingExtraError, format_list
 from hyperpod_plugins.precision.transformer_engine import (
-    BLOCK_SIZES,
+    BLOCK_RECIPES,
     DEFAULT_SCALING,
+    SIDE_OF_BLOCKS,
     TE_RECIPES,
     TeScaling,
     to_transformer_engine,
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 Float8Recipe = Literal["none", "rowwise", "tensorwise", "te-fp8", "te-mxfp8", "te-nvfp4"]
 FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
 _SIDE = 16
-_NEEDED, _NEEDED_FOR_BLOCKS = (8, 9), (10, 0)
+_NEEDED, _MAJOR_FOR_BLOCKS = (8, 9), 10
 _CONVERSION = "float8_conversion"
 
 
@@ -76,7 +77,7 @@ def check_float8(recipe: str) -> None:
         ConfigError: there is no recipe of that name.
     """
     if recipe not in FLOAT8_RECIPES:
-        of_te = f". Transformer Engine has it: 'te-{recipe}'" if f"te-{recipe}" in BLOCK_SIZES else ""
+        of_te = f". Transformer Engine has it: 'te-{recipe}'" if f"te-{recipe}" in BLOCK_RECIPES else ""
         raise ConfigError(f"float8_recipe must be one of {', '.join(FLOAT8_RECIPES)}, but is {recipe!r}{of_te}")
 
 
@@ -141,7 +142,7 @@ def convert_linears(
     check_float8_library(recipe)
     _check_device(recipe, device)
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    side = max(_SIDE, BLOCK_SIZES.get(recipe, 0))
+    side = SIDE_OF_BLOCKS if recipe in BLOCK_RECIPES else _SIDE
     left = _left_out(model, linears, blocks, replaces_modules=recipe in TE_RECIPES, side=side)
     converted = [name for name in linears if name not in left]
     if not converted:
@@ -180,15 +181,17 @@ def _check_device(recipe: Float8Recipe, device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    is_in_blocks, found = recipe in BLOCK_SIZES, torch.cuda.get_device_capability(device)
-    needed = _NEEDED_FOR_BLOCKS if is_in_blocks else _NEEDED
-    if found < needed:
-        instead = "Use 'te-fp8' or one of torchao's recipes" if found >= _NEEDED else "Leave float8_recipe out"
-        raise ConfigError(
-            f"float8_recipe={recipe!r} needs GPUs of compute capability {needed[0]}.{needed[1]} or higher"
-            f"{', which multiply values that are scaled in blocks' if is_in_blocks else ''}, but "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. {instead}."
-        )
+    is_in_blocks, found = recipe in BLOCK_RECIPES, torch.cuda.get_device_capability(device)
+    if found[0] == _MAJOR_FOR_BLOCKS if is_in_blocks else found >= _NEEDED:
+        return
+    # On GPUs of 12.x, Transformer Engine refuses MXFP8, and rounds gradients in NVFP4 to zero (its pull request 3281).
+    needed = f"{_MAJOR_FOR_BLOCKS}.x" if is_in_blocks else f"{_NEEDED[0]}.{_NEEDED[1]} or higher"
+    instead = "Use 'te-fp8' or one of torchao's recipes" if found >= _NEEDED else "Leave float8_recipe out"
+    raise ConfigError(
+        f"float8_recipe={recipe!r} needs GPUs of compute capability {needed}"
+        f"{', which train with values that are scaled in blocks' if is_in_blocks else ''}, but "
+        f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}. {instead}."
+    )
 
 
 def convertible_linears(model: nn.Module, blocks: Collection[nn.Module] = ()) -> dict[str, nn.Linear]:

@@ -5,7 +5,8 @@ from the largest absolute values of earlier passes, which Transformer Engine red
 backward ends. So scales are the same on all ranks, but they are state, and what a step computes depends on them.
 
 MXFP8 (`te-mxfp8`) has a scale for each 32 values, NVFP4 (`te-nvfp4`) one for each 16 values of 4 bits. These scales
-come from the present values, so there is no state. Only GPUs of compute capability 10.0 or higher multiply such values.
+come from the present values, so there is no state. Only GPUs of compute capability 10.x train with such values. NVFP4
+rounds gradients at random: each backward draws from torch's generator of the device.
 
 [Note: scales are buffers] Transformer Engine keeps scales and histories outside of what torch calls the state of a
 module, and registers them in a list of the process when a layer first runs. Here all layers are set up when they are
@@ -40,10 +41,12 @@ from hyperpod_plugins.errors import ConfigError
 
 TeRecipe = Literal["te-fp8", "te-mxfp8", "te-nvfp4"]
 TE_RECIPES: tuple[TeRecipe, ...] = get_args(TeRecipe)
-BLOCK_SIZES: dict[str, int] = {"te-mxfp8": 32, "te-nvfp4": 16}
-"""Number of values that have a scale together, for each recipe that scales blocks."""
 BLOCK_RECIPES: dict[TeRecipe, str] = {"te-mxfp8": "MXFP8BlockScaling", "te-nvfp4": "NVFP4BlockScaling"}
-"""Transformer Engine's class for each of them."""
+"""Transformer Engine's class for each recipe that scales blocks."""
+SIDE_OF_BLOCKS = 32
+"""What the sides of matrices and the numbers of tokens must be multiples of, with such a recipe."""
+_TOKENS_OF_DELAYED = 8
+"""What the numbers of tokens must be multiples of with delayed scaling."""
 TeFormat = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 _KEYS = {"scaling_fwd": "fwd", "scaling_bwd": "bwd"}
@@ -118,7 +121,7 @@ def to_transformer_engine(
             "layers of Transformer Engine cannot get later. Build the model with values, or use "
             "float8_recipe='tensorwise'."
         )
-    is_delayed = recipe not in BLOCK_SIZES
+    is_delayed = recipe not in BLOCK_RECIPES
     _check_alone(recipe)
     manager = _manager()
     _check_available(manager, recipe)
@@ -149,7 +152,7 @@ def _check_available(manager: Any, recipe: TeRecipe) -> None:
     available = getattr(manager, f"is_{recipe.removeprefix('te-')}_available", None)
     is_available, reason = (False, "this version does not know it") if available is None else available()
     if not is_available:
-        instead = "Use 'te-fp8', or leave float8_recipe out" if recipe in BLOCK_SIZES else "Leave float8_recipe out"
+        instead = "Use 'te-fp8', or leave float8_recipe out" if recipe in BLOCK_RECIPES else "Leave float8_recipe out"
         raise ConfigError(f"float8_recipe={recipe!r}: Transformer Engine says {reason!r}. {instead}.")
 
 
@@ -170,7 +173,7 @@ class _Region:
     def __init__(self, model: nn.Module, library: Any, recipe: Any, *, name: TeRecipe) -> None:
         self._model = weakref.ref(model)
         self._library, self._recipe, self._name = library, recipe, name
-        self._is_delayed = name not in BLOCK_SIZES
+        self._is_delayed = name not in BLOCK_RECIPES
         self._depth = 0
         self._is_step = False
         self._context: Any = None
@@ -251,11 +254,15 @@ class _Region:
             "alone, let no parameter require gradients (requires_grad_(False))."
         )
 
-    def check(self, layer: Any) -> None:
-        """Raise if a layer runs outside of a region, or, with delayed scaling, twice in it.
+    def check(self, layer: Any, given: Tensor) -> None:
+        """Raise if a layer runs outside of a region, with delayed scaling also twice in it, or on too few tokens.
+
+        Args:
+            layer: about to run.
+            given: its input, `(..., features)`.
 
         Raises:
-            ConfigError: see [Note: one region].
+            ConfigError: see [Note: one region]; or the number of tokens is no multiple of what the units multiply.
         """
         if self._context is None:
             if layer.training and torch.is_grad_enabled():
@@ -265,6 +272,13 @@ class _Region:
                     "model as a whole, in training mode and without recomputation, or use float8_recipe='tensorwise'."
                 )
             return
+        tokens, unit = given.shape[:-1].numel(), _TOKENS_OF_DELAYED if self._is_delayed else SIDE_OF_BLOCKS
+        if tokens % unit:
+            raise ConfigError(
+                f"float8_recipe={self._name!r}: a layer of {layer.in_features} x {layer.out_features} was given "
+                f"{tokens} tokens, which is no multiple of {unit}. Pad the batch, or leave out one that is not full "
+                "(DataLoader(drop_last=True))."
+            )
         if not self._is_delayed:
             return
         if id(layer) in self._ran:
@@ -301,7 +315,7 @@ def _check_alone(recipe: TeRecipe) -> None:
     """
     gc.collect()
     present = [(model, is_delayed) for model, is_delayed in _trained if model() is not None]
-    if any(is_delayed or recipe not in BLOCK_SIZES for _, is_delayed in present):
+    if any(is_delayed or recipe not in BLOCK_RECIPES for _, is_delayed in present):
         raise ConfigError(
             f"float8_recipe={recipe!r} for a second model in one process, and delayed scaling ('te-fp8') for one of "
             "both: Transformer Engine reduces the scales of all models together, and a process that joins has only "
@@ -353,7 +367,7 @@ def _converted(linear: nn.Linear, region: _Region, device: torch.device) -> Any:
     layer.weight = weight
     layer.bias = linear.bias if has_bias else torch.empty(0, dtype=weight.dtype, device=device)
     layer.train(linear.training)
-    layer.register_forward_pre_hook(lambda module, _: region.check(module))
+    layer.register_forward_pre_hook(lambda module, given: region.check(module, given[0]))
     layer.register_forward_hook(lambda _module, _inputs, result: region.guard(result))
     return layer
 

@@ -224,6 +224,17 @@ def test_a_handler_overrides_what_the_launcher_says(monkeypatch):
         HyperPodPlugin.from_environ(float8_all_gather=True)._with_recipe(rowwise)
 
 
+@pytest.mark.parametrize(("backend", "recipe"), [("TE", "te-nvfp4"), ("AO", "rowwise")])
+def test_another_recipe_takes_no_details_of_the_one_that_the_launcher_implies(monkeypatch, tmp_path, backend, recipe):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", backend)
+    assert HyperPodPlugin.from_environ(float8_recipe=recipe).config.float8_recipe == recipe
+    file = tmp_path / "fp8.yaml"
+    file.write_text(f"mixed_precision: fp8\nfp8_config: {{backend: {backend}}}\n")
+    config = HyperPodPlugin(str(file), float8_recipe=recipe).config
+    assert (config.float8_recipe, config.float8_pad_inner_dim) == (recipe, False)
+
+
 def test_the_handler_of_transformer_engine_is_served_or_refused_by_name(monkeypatch):
     from accelerate.utils import TERecipeKwargs
 

@@ -153,3 +153,55 @@ def vote_until_one_is_gone():
 def test_a_rank_that_is_gone_breaks_the_groups_of_all():
     for found in run_ranks(vote_until_one_is_gone, world_size=5, timeout_s=40):
         assert found == ([0, 7, 0, 7, bytes([4, 9])], True, True, 4, None, True, True)
+
+
+def compare_bytes():
+    from hyperpod_plugins.comm import all_max, commit_vote, group_health, reset_traffic, traffic
+    from hyperpod_plugins.errors import LoopError, PeerLost
+
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=60))
+    rank, group = dist.get_rank(), dist.group.WORLD
+    mine = torch.tensor([rank, 1 - rank], dtype=torch.uint8)
+    told = [all_max(mine.clone())]  # opens the tree
+    reset_traffic()
+    issued = group.num_issued
+    if rank == 0:  # of this rank alone, as where its program is about to communicate between micro-steps
+        group_health.forbid_collectives("not now", before=group_health.allow_collectives)
+    told.append(all_max(mine))
+    counts = group.num_issued - issued, {axis: dict(each.calls) for axis, each in traffic().items()}
+    with group_health.forbid("not now"), pytest.raises(LoopError, match="not now"):
+        all_max(mine)
+    told += [commit_vote(rank + 1), all_max(mine)]
+    group.set_timeout(timedelta(seconds=1))
+    began_s = time.monotonic()
+    if rank == 0:
+        with pytest.raises(PeerLost):
+            all_max(mine)
+    else:
+        time.sleep(4)
+    return told, counts, time.monotonic() - began_s < 30
+
+
+@pytest.mark.spawns
+def test_all_max_is_a_collective_of_the_world():
+    largest = bytes([1, 1])
+    for told, counts, is_soon in run_ranks(compare_bytes, world_size=2, timeout_s=40):
+        assert told == [largest, largest, 3, largest]
+        assert counts == (1, {"world": {"all_reduce": 1}})
+        assert is_soon
+
+
+def compare_with_one_that_is_gone():
+    from hyperpod_plugins.comm import all_max
+    from hyperpod_plugins.errors import PeerLost
+
+    dist.init_process_group("hyperpod", timeout=timedelta(seconds=120))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerLost):
+            all_max(torch.zeros(2, dtype=torch.uint8))
+
+
+@pytest.mark.spawns
+def test_a_rank_that_is_gone_before_the_first_message_is_noticed_at_once():
+    run_ranks(compare_with_one_that_is_gone, world_size=2, timeout_s=40)

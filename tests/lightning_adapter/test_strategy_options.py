@@ -214,6 +214,8 @@ def test_what_float8_precision_cannot_mean_is_refused():
     ):
         with pytest.raises(ConfigError, match=told):
             Float8Precision(**wrong)
+    with pytest.raises(ConfigError, match="no precision plugin but Float8Precision"):
+        make_trainer("hyperpod", plugins=[type("Own", (Float8Precision,), {})()])
     trainer = pl.Trainer(accelerator="cpu", devices=1, plugins=[Float8Precision()], logger=False, max_epochs=1)
     with pytest.raises(ConfigError, match="works with strategy='hyperpod' only"):
         trainer.fit(BoringModel())

@@ -280,7 +280,7 @@ def test_layers_may_run_twice_where_scales_are_no_state(library):
     model = made(1)
     convert_linears(model, "te-mxfp8", CPU, blocks=[model[1]])
     model.forward = lambda x: model[1](model[1](x))
-    assert model(torch.ones(2, 32)).isfinite().all()
+    assert model(torch.ones(32, 32)).isfinite().all()
     with pytest.raises(ConfigError, match="a layer runs outside of the forward"):
         model[1](torch.ones(2, 32))
 
@@ -297,15 +297,32 @@ def test_devices_without_the_units_are_refused_with_the_reason(library, monkeypa
         convert_linears(model, recipe, CPU, blocks=[model[1]])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    with pytest.raises(ConfigError, match=r"capability 10.0 or higher, which multiply.*NVIDIA H200 has 9.0. Use"):
+    with pytest.raises(ConfigError, match=r"capability 10.x, which train.*NVIDIA H200 has 9.0. Use 'te-fp8'"):
+        convert_linears(model, recipe, torch.device("cuda"), blocks=[model[1]])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))  # gradients would be zero
+    with pytest.raises(ConfigError, match=r"capability 10.x"):
         convert_linears(model, recipe, torch.device("cuda"), blocks=[model[1]])
 
 
 def test_blocks_of_32_values_need_sides_of_that_many(library):
-    model = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 16))
-    done = convert_linears(model, "te-mxfp8", CPU)
-    assert done.converted == ("2",)
-    assert done.left["1"] == "a side of its matrix on a rank is no multiple of 32"
+    for recipe in ("te-mxfp8", "te-nvfp4"):
+        model = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 64), nn.Linear(64, 64), nn.Linear(64, 16))
+        done = convert_linears(model, recipe, CPU)
+        assert done.converted == ("2",)
+        assert done.left["1"] == "a side of its matrix on a rank is no multiple of 32"
+
+
+@pytest.mark.parametrize(("recipe", "unit"), [("te-fp8", 8), ("te-mxfp8", 32), ("te-nvfp4", 32)])
+def test_a_number_of_tokens_that_the_units_do_not_take_is_refused(library, recipe, unit):
+    model = made()
+    convert_linears(model, recipe, CPU, blocks=[model[1], model[2]])
+    x = torch.ones(2, unit // 2, 16)
+    model(x)
+    with pytest.raises(ConfigError, match=rf"{recipe}.*32 x 64 was given {unit + 2} tokens.*multiple of {unit}"):
+        model(torch.ones(2, unit // 2 + 1, 16))
+    model(x)
+    with torch.no_grad():
+        model(x[0, :3])  # an evaluation is in bfloat16
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
@@ -455,7 +472,7 @@ def losses_in_blocks(mesh, recipe):
         parallelize(model, mesh, config, averages_replicas=False)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
     for _ in range(3):
-        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
         loss = model(x).float().square().mean()
         loss.backward()
         optimizer.step()
