@@ -272,8 +272,8 @@ class ResilientProcessGroup(DelegatingGroup):
         Sends, receives and coalesced batches are not counted, because members issue different numbers of them.
         """
         self._name, self._description = "", ""
-        self._deferred: list[dist.Work] | None = None
-        """Collectives for which the caller does not wait; None outside of `defer_waits`."""
+        self._deferred: tuple[int, list[dist.Work]] | None = None
+        """The thread that does not wait for its collectives, and where they are kept; None outside of `defer_waits`."""
 
     @property
     def is_closed(self) -> bool:
@@ -424,23 +424,23 @@ class ResilientProcessGroup(DelegatingGroup):
         )
         if group_health.on_set_up is not None and _is_main_thread():
             group_health.on_set_up(kind, self.key, args[0] if args else (), handle)
-        if self._deferred is not None and device is None:
-            self._deferred.append(handle)
+        if self._deferred is not None and device is None and self._deferred[0] == threading.get_ident():
+            self._deferred[1].append(handle)
             return FinishedWork()
         return handle
 
     @contextmanager
     def defer_waits(self, works: list[dist.Work]) -> Generator[list[dist.Work]]:
-        """Context in which waits for this group's collectives in host memory return at once.
+        """Context in which this thread's waits for this group's collectives in host memory return at once.
 
         Args:
             works: the collectives are appended; the caller waits for them later.
         """
-        self._deferred = works
+        former, self._deferred = self._deferred, (threading.get_ident(), works)
         try:
             yield works
         finally:
-            self._deferred = None
+            self._deferred = former
 
     def announce(self, kind: Collective, payload_bytes: int) -> None:
         """Count a collective that is about to run, if the main thread may communicate now.

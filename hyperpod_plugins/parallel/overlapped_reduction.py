@@ -19,6 +19,7 @@ that into another one. With one rank a shard there is no reduce-scatter, and bot
 # FSDP2's parameter groups have no public API.
 # pyright: reportPrivateUsage=false
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from hyperpod_plugins.comm import ResilientProcessGroup
+from hyperpod_plugins.comm.work import ResilientWork
 
 _DIVIDED_BY_LIBRARY = torch.float32, torch.bfloat16
 """Types in which the collective library computes the mean; FSDP2 itself divides others."""
@@ -43,8 +45,10 @@ class OverlappedReduction:
         """Prepare for a parameter group of FSDP2, in place; does nothing yet."""
         self._group = group
         self._works: list[dist.Work] = []
-        self._awaited: list[Any] = []
-        """The gradients, DTensors, that `_works` compute."""
+        self._awaited: list[tuple[torch.Tensor, Any]] = []
+        """The shards, and their gradients, DTensors, that `_works` compute."""
+        self._lock = threading.RLock()
+        """Of `wait`: a thread of the program may read a gradient, too."""
         self._state_context: Any = None
         is_on_host = group.device.type == "cpu"
         self._is_eligible = is_on_host and isinstance(group.mesh_info, DDPMeshInfo)
@@ -73,24 +77,34 @@ class OverlappedReduction:
         Raises:
             PeerLost: a rank is lost, outside a step.
         """
-        works, self._works = self._works, []
-        for each in works:
-            each.wait()
-        gradients, self._awaited = self._awaited, []
-        for each in gradients:
-            if isinstance(each._local_tensor, AwaitedTensor):
-                each._local_tensor = each._local_tensor.value
+        if not self._works:
+            return
+        with self._lock:
+            while self._works:
+                self._works[0].wait()
+                del self._works[0]  # not before: whatever reads a gradient after a wait that failed must fail, too
+            awaited, self._awaited = self._awaited, []
+            for _, gradient in awaited:
+                if isinstance(gradient._local_tensor, AwaitedTensor):
+                    gradient._local_tensor.wait = _nothing  # the program may keep it
+                    gradient._local_tensor = gradient._local_tensor.value
 
     def forget(self) -> None:
-        """Drop the all-reduces of a backward that has not ended. The collective library keeps their memory."""
-        self._works, self._awaited = [], []
+        """Drop the all-reduces of a backward that has not ended, with the gradients that they compute."""
+        works, awaited, self._works, self._awaited = self._works, self._awaited, [], []
+        for each in works:
+            if isinstance(each, ResilientWork):
+                each.discard()  # the library may still write to the memory
+        for shard, gradient in awaited:
+            if shard.grad is gradient:
+                shard.grad = None
 
     def _await_gradients(self) -> None:
         for each in self._group.fsdp_params:
-            gradient = each.sharded_param.grad
+            shard, gradient = each.sharded_param, each.sharded_param.grad
             if gradient is not None:
                 gradient._local_tensor = AwaitedTensor(gradient._local_tensor, self.wait)
-                self._awaited.append(gradient)
+                self._awaited.append((shard, gradient))
 
     def _replicas(self) -> ResilientProcessGroup | None:
         """The group of the all-reduce, if its wait may be put off; see [Note: when a wait may be put off]."""
@@ -122,7 +136,7 @@ class OverlappedReduction:
 
 
 class AwaitedTensor(torch.Tensor):
-    """A tensor that a collective is writing to. Every operation with it waits first, and runs with the tensor itself.
+    """A tensor that a collective is writing to. Whatever uses it waits first, and gets the tensor itself.
 
     Args:
         value: the tensor.
@@ -150,13 +164,25 @@ class AwaitedTensor(torch.Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def arrived(tensor: "AwaitedTensor") -> torch.Tensor:
-            tensor.wait()
-            return tensor.value
-
-        args, kwargs = tree_map_only(AwaitedTensor, arrived, (args, kwargs or {}))
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Wait before methods and attributes as well: some, such as `numpy` and `data_ptr`, read memory directly."""
+        args, kwargs = tree_map_only(AwaitedTensor, _arrived, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(AwaitedTensor, _arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _arrived(tensor: AwaitedTensor) -> torch.Tensor:
+    tensor.wait()
+    return tensor.value
+
+
+def _nothing() -> None:
+    """Wait for nothing: the collective has ended."""
 
 
 class _OneBuffer(DefaultReduceScatter):

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +10,10 @@ from harness import run_ranks
 from torch import nn
 
 from hyperpod_plugins.comm import ResilientProcessGroup
-from hyperpod_plugins.comm.work import FinishedWork
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction
+from hyperpod_plugins.parallel.unit_watch import clear_trace
 
 STEPS = 3
 
@@ -53,35 +54,34 @@ def as_fsdp2_does():
 
 @contextmanager
 def slowly(put_off):
-    """Waits that are put off are for all-reduces that have not begun: they run at the wait."""
-    issue, waiting = ResilientProcessGroup.allreduce, ResilientProcessGroup.defer_waits
+    """The result of an all-reduce whose wait is put off is there only when somebody has waited."""
+    allreduce = ResilientProcessGroup.allreduce
 
     class Late(dist.Work):
-        def __init__(self, run):
+        def __init__(self, work, results, tensors):
             super().__init__()
-            self.run = run
+            self.work, self.results, self.tensors = work, results, tensors
 
         def wait(self, timeout=None):
             put_off.append(1)
-            return self.run()
+            self.work.wait()
+            for tensor, result in zip(self.tensors, self.results, strict=True):
+                tensor.copy_(result)
+            return True
 
-    @contextmanager
-    def defer_waits(group, works):
-        def allreduce(tensors, *args):
-            works.append(Late(lambda: issue(group, tensors, *args).wait()))
-            return FinishedWork()
+    def late(group, tensors, *args):
+        if group._deferred is None:
+            return allreduce(group, tensors, *args)
+        results, (_, works) = [each.clone() for each in tensors], group._deferred
+        found = allreduce(group, results, *args)
+        works[-1] = Late(works[-1], results, tensors)
+        return found
 
-        vars(group)["allreduce"] = allreduce
-        try:
-            yield works
-        finally:
-            del vars(group)["allreduce"]
-
-    ResilientProcessGroup.defer_waits = defer_waits
+    ResilientProcessGroup.allreduce = late
     try:
         yield
     finally:
-        ResilientProcessGroup.defer_waits = waiting
+        ResilientProcessGroup.allreduce = allreduce
 
 
 def batch(step, part=0):
@@ -148,6 +148,37 @@ def step_that_scales_within_backward(model, step):
         model[3].down.weight.grad.add_(norms[0])
 
 
+def step_that_reads_memory_within_backward(model, step):
+    def read(*_):
+        found.append(float(np.abs(model[3].down.weight.grad.to_local().numpy()).sum()))
+        kept.append(model[3].up.weight.grad.to_local())
+
+    found, kept = [], []
+    hook = model[1].register_full_backward_hook(read)
+    plain_step(model, step)
+    hook.remove()
+    with torch.no_grad():
+        model[3].down.weight.grad.add_(found[0])
+        model[3].up.weight.grad.add_(float(kept[0].numpy().sum()))
+
+
+def step_after_a_forgotten_one(model, step):
+    """As where a step is undone: reductions are dropped, with their gradients."""
+
+    def fail(*_):
+        raise ValueError("a test ends this backward")
+
+    hook = model[1].up.register_full_backward_hook(fail)
+    with pytest.raises(ValueError, match="a test ends"):
+        plain_step(model, step)
+    hook.remove()
+    model.reset_iter_state()
+    clear_trace(model)
+    for each in model.parameters():
+        each.grad = None if each.grad is None else each.grad.zero_()
+    plain_step(model, step)
+
+
 def step_with_an_optimizer_within_backward(model, step):
     def update(*_):
         torch.optim.SGD(model[3].parameters(), lr=0.1).step()
@@ -176,6 +207,8 @@ SCENARIOS = {
     "hooks": (step_with_hooks, {}, False),
     "a unit used twice": (step_that_uses_a_unit_twice, {}, True),
     "hooks within backward": (step_that_scales_within_backward, {}, True),
+    "memory read within backward": (step_that_reads_memory_within_backward, {}, True),
+    "a forgotten backward": (step_after_a_forgotten_one, {}, True),
     "an optimizer within backward": (step_with_an_optimizer_within_backward, {}, True),
     "frozen between micro-steps": (step_that_freezes_between_micro_steps, {}, True),
     "two shards": (plain_step, {"hybrid_shard_degree": 2}, True),
