@@ -511,7 +511,7 @@ def float8():
     torch.manual_seed(0)
     net = session.parallelize(nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(3)), nn.Linear(32, 16)))
     session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    x = torch.randn(80, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(80, 8, 16, generator=torch.Generator().manual_seed(1))  # 8 tokens each
     for step in session.steps(DataLoader(TensorDataset(x), batch_size=2)):
         with step:
 
