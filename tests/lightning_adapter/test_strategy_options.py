@@ -9,7 +9,6 @@ import pytest
 import torch
 from device import ACCELERATOR
 from lightning.pytorch import callbacks
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
@@ -205,6 +204,18 @@ def test_float8_as_a_plugin_and_as_options_of_the_strategy():
             make_trainer(HyperPodStrategy(**own), plugins=[Float8Precision()])
 
 
+class Trained(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_what_float8_precision_cannot_mean_is_refused():
     for wrong, told in (
         ({"float8_recipe": "none"}, "needs a float8_recipe"),
@@ -218,7 +229,7 @@ def test_what_float8_precision_cannot_mean_is_refused():
         make_trainer("hyperpod", plugins=[type("Own", (Float8Precision,), {})()])
     trainer = pl.Trainer(accelerator="cpu", devices=1, plugins=[Float8Precision()], logger=False, max_epochs=1)
     with pytest.raises(ConfigError, match="works with strategy='hyperpod' only"):
-        trainer.fit(BoringModel())
+        trainer.fit(Trained(), torch.ones(4, 1, 2))
 
 
 def test_lightning_refuses_the_name_where_the_strategy_is_an_object():
