@@ -159,7 +159,6 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 _PREFIX = "ACCELERATE_FP8_"
-_TE_FIELDS = ("margin", "fp8_format", "amax_history_len", "amax_compute_algo")
 _DELAYED = {"margin": 0, "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
 """Accelerate's defaults of the options of delayed scaling."""
 _TE_OTHERS = {
@@ -233,7 +232,7 @@ def te_options(values: Mapping[str, Any]) -> dict[str, Any]:
                     "scales of blocks do not follow earlier passes. Leave it out."
                 )
         return {"fp8": "te", "float8_recipe": "te-mxfp8"}
-    scaling = {name: values[name] for name in _TE_FIELDS if name in values}
+    scaling = {name: values[name] for name in _DELAYED if name in values}
     return {"fp8": "te", "float8_recipe": "te-fp8", "te_scaling": scaling}
 
 

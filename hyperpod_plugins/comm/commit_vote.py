@@ -162,7 +162,10 @@ def commit_vote(mine: int, told: Callable[[], object] | None = None) -> int | No
         return mine
     try:
         with PeerWait(group.key):
-            return _vote_of(group, inner).all_or(mine, told)
+            vote = inner.connections.get("vote")
+            if not isinstance(vote, CommitVote):  # the first message of this generation
+                vote = _open(group, inner)
+            return vote.all_or(mine, told)
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
         return None
@@ -184,14 +187,17 @@ def all_max(values: torch.Tensor) -> bytes:
     """
     group = dist.group.WORLD
     inner = group.connected if isinstance(group, ResilientProcessGroup) else None
-    is_in_tree = inner is not None and values.is_cpu and inner.queueing_device([values]) is None
-    if not isinstance(group, ResilientProcessGroup) or inner is None or not is_in_tree or group_health.is_unavailable:
+    is_in_tree = values.is_cpu and not group_health.is_unavailable
+    if (
+        not (isinstance(group, ResilientProcessGroup) and is_in_tree)
+        or inner is None
+        or inner.queueing_device([values]) is not None
+    ):
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return bytes(values.tolist())
-    if group.size() == 1:
-        return bytes(values.tolist())
+    vote = inner.connections.get("vote")
     try:
-        if not isinstance(inner.connections.get("vote"), CommitVote):
+        if not isinstance(vote, CommitVote):
             # The first time, on all ranks: a collective of the library notices a peer that is gone before it connects.
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
             if group_health.cause is None:
@@ -200,18 +206,12 @@ def all_max(values: torch.Tensor) -> bytes:
         group.announce("all_reduce", values.nbytes)
         group.num_issued += 1
         with PeerWait(group.key, group.num_issued):
-            return _vote_of(group, inner).all_max(bytes(values.tolist()))
+            return vote.all_max(bytes(values.tolist()))
     except (OSError, dist.DistError) as error:
         group.mark_broken(error)
         if not group_health.suppresses_collectives:
             raise_peer_lost(group_health.cause or str(error), error)
         return bytes(values.tolist())
-
-
-def _vote_of(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:
-    """The tree of this generation, which the first message opens."""
-    vote = inner.connections.get("vote")
-    return vote if isinstance(vote, CommitVote) else _open(group, inner)
 
 
 def _open(group: ResilientProcessGroup, inner: InnerGroup) -> CommitVote:

@@ -430,7 +430,7 @@ class ResilientProcessGroup(DelegatingGroup):
         return handle
 
     @contextmanager
-    def defer_waits(self, works: list[dist.Work]) -> Generator[list[dist.Work]]:
+    def defer_waits(self, works: list[dist.Work]) -> Generator[None]:
         """Context in which this thread's waits for this group's collectives in host memory return at once.
 
         Args:
@@ -438,7 +438,7 @@ class ResilientProcessGroup(DelegatingGroup):
         """
         former, self._deferred = self._deferred, (threading.get_ident(), works)
         try:
-            yield works
+            yield
         finally:
             self._deferred = former
 

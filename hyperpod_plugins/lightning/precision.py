@@ -94,10 +94,10 @@ class HyperPodPrecision(Precision):
     def replacing(
         cls, plugin: Precision, device_type: str, config: ParallelConfig, *, was_chosen: bool
     ) -> tuple["HyperPodPrecision", ParallelConfig]:
-        """Create the counterpart of one of Lightning's own plugins.
+        """Create the counterpart of one of Lightning's own plugins, or of a `Float8Precision`.
 
         Args:
-            plugin: created by `Trainer(precision=...)`, whose default is 32-true.
+            plugin: created by `Trainer(precision=...)`, whose default is 32-true, or given to the Trainer.
             device_type: device type for autocast.
             config: of the strategy.
             was_chosen: whether the precision of `config` was given to the strategy.

@@ -52,7 +52,7 @@ class OverlappedReduction:
         self._state_context: Any = None
         is_on_host = group.device.type == "cpu"
         self._is_eligible = is_on_host and isinstance(group.mesh_info, DDPMeshInfo)
-        if is_on_host and _shard_size(group) == 1 and type(group._reduce_scatter_comm) is DefaultReduceScatter:
+        if is_on_host and shard_size(group) == 1 and type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = _OneBuffer()
 
     @contextmanager
@@ -140,7 +140,7 @@ class AwaitedTensor(torch.Tensor):
 
     Args:
         value: the tensor.
-        wait: waits for the collective, if nobody has yet.
+        wait: waits for the collective, if it was not waited for yet.
     """
 
     value: torch.Tensor
@@ -205,5 +205,6 @@ class _OneBuffer(DefaultReduceScatter):
         return self._input
 
 
-def _shard_size(group: Any) -> int:
+def shard_size(group: Any) -> int:
+    """Number of ranks over which the parameters of an FSDP2 parameter group are sharded."""
     return group._all_gather_process_group.size()

@@ -60,7 +60,7 @@ from hyperpod_plugins.parallel.gather_trace import (
     is_same_on_ranks,
 )
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
-from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction
+from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction, shard_size
 
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
 _STEPPED_ON = "_hyperpod_stepped_on"
@@ -550,7 +550,7 @@ class _Unit:
         if is_in_backward and torch.is_grad_enabled():  # as only in a backward with create_graph=True
             raise ConfigError(_SECOND_DERIVATIVES)
         is_left_out = is_in_backward and not group.unshard_in_backward
-        has_no_shards = group.is_unsharded or group._all_gather_result is not None or _shard_size(group) == 1
+        has_no_shards = group.is_unsharded or group._all_gather_result is not None or shard_size(group) == 1
         if is_left_out or has_no_shards:
             pass
         elif is_in_backward or torch.is_grad_enabled():
@@ -633,10 +633,6 @@ def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
         if name is not None:
             found |= {id(each): (each, name) for each in both}
     return found
-
-
-def _shard_size(group: Any) -> int:
-    return group._all_gather_process_group.size()
 
 
 def _first_difference(ranks: Sequence[int], traces: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[int, str]:

@@ -313,7 +313,8 @@ def _check_alone(recipe: TeRecipe) -> None:
 
     Whatever region is left, Transformer Engine reduces the delayed scales of all layers of the process.
     """
-    gc.collect()
+    if _trained:
+        gc.collect()
     present = [(model, is_delayed) for model, is_delayed in _trained if model() is not None]
     if any(is_delayed or recipe not in BLOCK_RECIPES for _, is_delayed in present):
         raise ConfigError(

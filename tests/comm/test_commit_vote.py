@@ -19,6 +19,15 @@ from hyperpod_plugins.comm.commit_vote import connect_vote
 PATIENCE = timedelta(seconds=20)
 
 
+def run_threads(take_part, arguments):
+    """Call a function in a thread for each tuple of arguments."""
+    threads = [threading.Thread(target=take_part, args=each) for each in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
 def votes_of(size, numbers):
     """What each of `size` threads gets in each vote; `numbers[vote][rank]` is what it says."""
     store, found = dist.HashStore(), [[] for _ in range(size)]
@@ -28,11 +37,7 @@ def votes_of(size, numbers):
         for said in numbers:
             found[rank].append(vote.all_or(said[rank]))
 
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(take_part, [(rank,) for rank in range(size)])
     return found
 
 
@@ -52,11 +57,7 @@ def all_max_between_votes(size, values):
         for said in values:
             found[rank] += [vote.all_or(1 << rank), vote.all_max(said[rank])]
 
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(take_part, [(rank,) for rank in range(size)])
     return found
 
 
@@ -90,11 +91,7 @@ def test_ranks_that_are_at_different_places_do_not_take_one_message_for_another(
             for each in vote.sockets:
                 each.shutdown(socket.SHUT_RDWR)  # as a break does
 
-    threads = [threading.Thread(target=take_part, args=each) for each in ((0, of_parent), (1, of_child))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(take_part, [(0, of_parent), (1, of_child)])
     assert found.keys() == {0, 1}
     assert "received message" in found[0]
 
