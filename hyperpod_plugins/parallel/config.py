@@ -274,7 +274,6 @@ class ParallelConfig:
             )
 
     def _refuse_what_is_not_built(self) -> None:
-        with_contexts = {"tensor_parallel_degree": "the heads of attention would be divided twice"}
         with_experts = {
             "mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward",
             "sequence_parallel": "the results have not been compared with those of one process",
@@ -285,10 +284,7 @@ class ParallelConfig:
             if is_te
             else {}
         )
-        for name, others in (
-            ("expert_parallel_degree", with_experts | beside),
-            ("context_parallel_degree", with_contexts | beside),
-        ):
+        for name, others in (("expert_parallel_degree", with_experts | beside), ("context_parallel_degree", beside)):
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
             asked = [other for other in others if getattr(self, other) != defaults[other]]
             if getattr(self, name) > 1 and asked:

@@ -63,9 +63,9 @@ class ContextAttention:
         return f"hyperpod_context_{self.kind}_{'heads' if self.exchanges_heads else 'keys'}"
 
     @classmethod
-    def of(cls, config: Any, context_degree: int) -> "ContextAttention":
-        """Return the attention of a model with this configuration."""
-        heads = config.num_attention_heads, config.num_key_value_heads
+    def of(cls, config: Any, context_degree: int, tensor_degree: int) -> "ContextAttention":
+        """Return the attention of a model with this configuration, whose heads tensor peers divide among them."""
+        heads = config.num_attention_heads // tensor_degree, config.num_key_value_heads // tensor_degree
         kind = config._attn_implementation
         return cls(kind=kind, exchanges_heads=kind == "sdpa" and shares_heads(context_degree, *heads))
 
@@ -100,12 +100,13 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
             "model of your own, see hyperpod_plugins.parallel.SequenceContext; otherwise use "
             "context_parallel_degree=1."
         )
-    degrees = ContextDegrees(shard_degree=shard_degree, context_degree=degree)
+    tensor_degree = config.tensor_parallel_degree
+    degrees = ContextDegrees(shard_degree=shard_degree, tensor_degree=tensor_degree, context_degree=degree)
     if is_own:
         refuse_mixing_modules(model)
     else:
         _split_language_model(found[0], model, degrees)
-    context_group(shard_degree, degree)  # there must be one
+    context_group(shard_degree, tensor_degree, degree)  # there must be one
     for part in model.modules():
         vars(part)[DEGREES] = degrees
 
@@ -126,7 +127,7 @@ def _split_language_model(model: Any, root: nn.Module, degrees: ContextDegrees) 
 
     kind: Any = type(model)
     check_split_model(model, root, kind.loss_function.__get__(model))
-    attention = ContextAttention.of(model.config, degrees.context_degree)
+    attention = ContextAttention.of(model.config, degrees.context_degree, degrees.tensor_degree)
     _register()
     choosing: list[Any] = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) or "is_causal" in vars(part)

@@ -29,12 +29,13 @@ class ContextDegrees:
     """What identifies the context group of a model."""
 
     shard_degree: int
+    tensor_degree: int
     context_degree: int
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Group of the ranks that have parts of the same sequences."""
-        return context_group(self.shard_degree, self.context_degree)
+        return context_group(self.shard_degree, self.tensor_degree, self.context_degree)
 
 
 class SequenceContext:
@@ -70,7 +71,7 @@ class SequenceContext:
         Args:
             module: one of the model that was parallelized.
             length: of the sequences.
-            num_heads: number of heads of the attention.
+            num_heads: number of heads of the attention, which tensor peers may divide among them.
             num_key_value_heads: number of heads of keys and values; 0 for as many as `num_heads`.
 
         Raises:
@@ -80,7 +81,8 @@ class SequenceContext:
         degrees: ContextDegrees | None = vars(module).get(DEGREES)
         if degrees is None:
             return cls(SequenceLayout(length=length, degree=1, exchanges_heads=True), None, device)
-        shares = shares_heads(degrees.context_degree, num_heads, num_key_value_heads or num_heads)
+        heads = (each // degrees.tensor_degree for each in (num_heads, num_key_value_heads or num_heads))
+        shares = shares_heads(degrees.context_degree, *heads)
         layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=shares)
         if layout.length != length:
             raise ConfigError(

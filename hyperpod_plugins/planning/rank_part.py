@@ -47,14 +47,14 @@ class SilentGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
 
-def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
+def plan_context_part(model: nn.Module, config: ParallelConfig, length: int) -> int:
     """Have the attention of a model allocate what it does on a rank of a context group.
 
     The rank's part of a sequence is a sequence of its own for all that treats each token alone.
 
     Args:
         model: contains a causal language model of transformers; it is changed.
-        degree: number of ranks that share a sequence.
+        config: of the plan.
         length: of the sequences.
 
     Returns:
@@ -64,7 +64,7 @@ def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
         ConfigError: context parallelism does not serve the model.
         NotBuiltYetError: the model uses a `SequenceContext`.
     """
-    found = causal_language_models(model)
+    found, degree = causal_language_models(model), config.context_parallel_degree
     if len(found) != 1:
         raise NotBuiltYetError(
             f"context_parallel_degree={degree} is not served yet by the memory plan of {type(model).__name__}, which "
@@ -73,12 +73,12 @@ def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
         )
     language_model: Any = found[0]
     check_split_model(language_model, model, type(language_model).loss_function.__get__(language_model))
-    attention = ContextAttention.of(language_model.config, degree)
+    attention = ContextAttention.of(language_model.config, degree, config.tensor_parallel_degree)
     layout = SequenceLayout.of(length, degree, exchanges_heads=attention.exchanges_heads)
     _register(attention, layout, SilentGroup(degree))
     for part in language_model.modules():
-        if (config := getattr(part, "config", None)) is not None:
-            config._attn_implementation = _PLANNED
+        if (settings := getattr(part, "config", None)) is not None:
+            settings._attn_implementation = _PLANNED
     return layout.local_length
 
 
