@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, UnusableLogits, derived_class
+from hyperpod_plugins.memory.chunked_loss import IGNORED, UnusableLogits, derived_class, is_causal_language_model
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend, mean_over_context
 from hyperpod_plugins.parallel.context_checks import (
@@ -113,7 +113,7 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
 
 def causal_language_models(model: nn.Module) -> list[Any]:
     """Return the modules of a model that are causal language models of transformers."""
-    return [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    return [part for part in model.modules() if is_causal_language_model(part)]
 
 
 def context_degree_of(model: nn.Module) -> int:
