@@ -319,6 +319,10 @@ def fields_given(source: "ParallelConfig | Mapping[str, Any] | str | Path | None
     return set(_canonical(source if isinstance(source, Mapping) else _read(source), known))
 
 
+INSIDE_SHARD_AXIS = ("context_parallel_degree", "expert_parallel_degree")
+"""Degrees of parts of the shard axis."""
+
+
 def refuse_degrees(config: ParallelConfig, names: Sequence[str], what: str) -> None:
     """Raise `NotBuiltYetError` if one of the degrees `names` is above 1, which `what` does not serve yet."""
     for name in names:

@@ -812,8 +812,8 @@ def test_what_is_not_built_together_says_so(name):
 
     degree = {name: 2}
     of_sequences = (
-        lambda: Session(**degree, elastic=True, global_batch_size=8),
-        lambda: Session(**degree, samples_per_replica=8),
+        lambda: Session(**degree, elastic=True, global_batch_size=8, reproducible=True),
+        lambda: Session(**degree, samples_per_replica=8, lr_scaling="adascale"),
     )
     for build in (
         *(of_sequences if name == "context_parallel_degree" else ()),
