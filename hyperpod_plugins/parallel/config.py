@@ -27,7 +27,10 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DelayedValues = Literal["every_rank", "rank_0"]
 DELAYED_VALUES: tuple[DelayedValues, ...] = get_args(DelayedValues)
 TensorPlan = Mapping[str, "str | ParallelStyle"]
+ContextCommType = Literal["auto", "a2a", "all_gather", "p2p"]
+CONTEXT_COMM_TYPES: tuple[ContextCommType, ...] = get_args(ContextCommType)
 ALIASES = {
+    "cp_comm_type": "context_comm_type",  # of SMP and of Transformer Engine
     "tensor_parallel_seed": "random_seed",
     "activation_offload": "sm_activation_offloading",
     "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
@@ -64,6 +67,10 @@ class ParallelConfig:
     """Number of ranks that the experts of a layer are divided among. Part of the shard axis."""
     context_parallel_degree: int = 1
     """Number of ranks that a sequence is split over. Part of the shard axis."""
+    context_comm_type: ContextCommType = "auto"
+    """How attention of split sequences communicates: heads are exchanged (`a2a`), keys and values are gathered
+    (`all_gather`), or go round a ring (`p2p`). `auto`: `a2a` where the degree divides the heads, else `all_gather`.
+    """
     random_seed: int = 12345
     """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
     sm_activation_offloading: bool | Literal["auto"] = False
@@ -149,6 +156,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"activation_checkpointing must be one of {', '.join(RECOMPUTE)}, but is "
                 f"{self.activation_checkpointing!r}"
+            )
+        if self.context_comm_type not in CONTEXT_COMM_TYPES:
+            raise ConfigError(
+                f"context_comm_type must be one of {', '.join(CONTEXT_COMM_TYPES)}, but is {self.context_comm_type!r}"
             )
         if self.delayed_values not in DELAYED_VALUES:
             raise ConfigError(

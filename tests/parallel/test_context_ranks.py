@@ -31,10 +31,12 @@ LAYOUTS = {
         "mlp_tiles": 3,
         "sm_activation_offloading": True,
     },
+    "context 4 in a ring": {"context_parallel_degree": 4, "context_comm_type": "p2p"},
     "context 2, selective": {"context_parallel_degree": 2, "activation_checkpointing": "selective"},
 }
 CONTEXT_AND_TENSOR = {"context_parallel_degree": 2, "tensor_parallel_degree": 2}
 WITH_TENSORS = {
+    "context 2 in a ring, tensor 2": CONTEXT_AND_TENSOR | {"context_comm_type": "p2p"},
     "context 2, tensor 2": CONTEXT_AND_TENSOR,
     "context 2, tensor 2, split stream and loss": CONTEXT_AND_TENSOR
     | {"sequence_parallel": True, "loss_parallel": True},
@@ -303,8 +305,11 @@ def with_smp(folder, options, make_model, world_size):
     assert (tsm.state.cp_size, tsm.state.cp_rank) == ((1, 0) if options == EXPERTS else (2, index))
     assert (tsm.state.ep_size, tsm.state.ep_rank) == ((2, index) if options == EXPERTS else (1, 0))
     assert tsm.state.dp_size == GLOBAL_BATCH // share_of(options)
+    comm_type = "p2p" if options == CONTEXT_AND_TENSOR else None
     model = FullyShardedDataParallel(
-        tsm.transform(make_model()), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+        tsm.transform(make_model(), cp_comm_type=comm_type),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = list(samples())

@@ -39,6 +39,7 @@ def run(folder, environ, faults):
         pytest.param({}, id="heads exchanged"),
         pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered", marks=pytest.mark.variant),
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
+        pytest.param({"COMM": "p2p"}, id="keys and values in a ring"),
         pytest.param({"SPLIT": "expert"}, id="experts"),
         pytest.param({"SPLIT": "expert tensor", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
         pytest.param({"SPLIT": "context tensor"}, id="contexts and tensors", marks=pytest.mark.variant),
