@@ -18,7 +18,8 @@ optimizer has stepped.
 with gradients: not in an evaluation, in generation, nor in what backward computes again. Numbers are integers, so the
 sum does not depend on their order. Ranks of a tensor group count the same tokens, all of them equally often; only the
 signs of differences matter. The filler at the end of sequences, with which context parallelism makes the parts of its
-ranks equal, does not count; padding of the program counts, as on one process.
+ranks equal, does not count, and neither do samples that a rank of a `Session` computes with weight 0, having none of its
+own. Padding of the program counts, as on one process.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -54,6 +55,8 @@ _of_units: "WeakSet[nn.Module]" = WeakSet()
 _have_run: "WeakKeyDictionary[nn.Module, None]" = WeakKeyDictionary()
 """Language models that have run since an optimizer stepped on their parameters, in this order."""
 _hooks: list[Any] = []
+_stand_ins: list[None] = []
+"""Has an element in each context of `without_counts`."""
 
 
 def check_bias(name: str, router: nn.Module) -> None:
@@ -138,6 +141,16 @@ def counting_tokens(language_model: nn.Module, counted: Tensor | None) -> Genera
             router.pop(_TOKENS, None)
 
 
+@contextmanager
+def without_counts() -> Generator[None]:
+    """Context of a forward whose samples do not count, since another rank has them, too."""
+    _stand_ins.append(None)
+    try:
+        yield
+    finally:
+        _stand_ins.pop()
+
+
 @_disable_dynamo
 def _count(router: Any, routed: Any) -> None:
     """Add the tokens of a forward to those of the step; see [Note: which tokens count].
@@ -145,7 +158,7 @@ def _count(router: Any, routed: Any) -> None:
     Raises:
         ConfigError: a part of the model is called in training, or the router does not route tokens one by one.
     """
-    if not router.training or is_in_backward():
+    if not router.training or is_in_backward() or _stand_ins:
         return
     if _TOKENS not in vars(router):
         if not torch.is_grad_enabled():

@@ -1,0 +1,272 @@
+"""Biases of routers that move against the tokens of all ranks: when, by how much, and what stays as it was.
+
+With ranks that are lost: `tests/recovery/test_context.py`; with replicas that join: `tests/session`.
+"""
+
+import copy
+import importlib
+import pkgutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from device import DEVICE
+from parallel.equal_training import GLOBAL_BATCH, NUM_STEPS, samples
+from parallel.expert_models import KINDS, LATENT, SIZES, make_model
+from torch import nn
+
+from hyperpod_plugins.delayed_init import delayed_init
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, NotBuiltYetError
+from hyperpod_plugins.memory.recompute import recompute_blocks
+from hyperpod_plugins.parallel import (
+    CheckpointWriter,
+    ParallelConfig,
+    Topology,
+    balance_experts,
+    build_data_group,
+    build_mesh,
+    export_safetensors,
+    load_checkpoint,
+    parallelize,
+    router_z_loss,
+)
+from hyperpod_plugins.parallel.expert_bias import BIAS, without_counts
+
+RATE = 0.0625  # sums of it are exact
+BATCH = samples(2)
+
+
+def biased(name="deepseek_v3", **options):
+    """With two layers of experts."""
+    return balance_experts(make_model(name, first_k_dense_replace=0, **options), method="bias", bias_rate=RATE)
+
+
+def routers(model):
+    return [part for part in model.modules() if type(part).__name__.lower().endswith("topkrouter")]
+
+
+def biases(model):
+    return torch.stack([router.get_buffer(BIAS) for router in routers(model)]).cpu()
+
+
+def counts(model):
+    return torch.stack([router.tokens_per_expert for router in routers(model)])
+
+
+def chosen_by(model):
+    """How many tokens each router of a model gives to each expert from now on, forwards one after the other."""
+    seen = []
+    for number, router in enumerate(routers(model)):
+        router.register_forward_hook(
+            lambda _, args, result, number=number: seen.append(
+                (number, torch.bincount(result[2].flatten(), minlength=8))
+            )
+        )
+    return seen
+
+
+def loss_of(model, batch=BATCH):
+    return model(input_ids=batch, labels=batch).loss
+
+
+def moves(numbers):
+    return RATE * torch.sign(numbers.sum(dim=1, keepdim=True) - 8 * numbers).float()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def train(model, batches, num_micro_steps=1, optimizer=None):
+    """The biases after each step."""
+    optimizer, found = optimizer or sgd(model), []
+    for batch in batches:
+        for part in batch.chunk(num_micro_steps):
+            (loss_of(model, part) / num_micro_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(biases(model).clone())
+    return found
+
+
+# -- what counts, and when --------------------------------------------------------------------------------------------
+
+
+def test_biases_move_once_a_step_against_what_was_counted():
+    model = biased()
+    seen, optimizer = chosen_by(model), sgd(model)
+    for part in BATCH.chunk(2):  # two micro-steps
+        loss_of(model, part).backward()
+        assert not biases(model).any()
+    wanted = [sum(numbers for place, numbers in seen if place == layer) for layer in range(2)]
+    assert torch.equal(counts(model), torch.stack(wanted))
+    optimizer.step()
+    assert torch.equal(biases(model), moves(torch.stack(wanted)))
+    assert biases(model).any()
+    assert not counts(model).any()
+    optimizer.step()  # on the same gradients
+    assert torch.equal(biases(model), moves(torch.stack(wanted)))
+
+
+def test_an_expert_with_exactly_the_mean_stays():
+    model = biased()
+    loss_of(model)
+    for router in routers(model):
+        router.tokens_per_expert.copy_(torch.tensor([3, 3, 2, 4, 3, 3, 0, 6]))
+    sgd(model).step()
+    assert torch.equal(biases(model)[0], RATE * torch.tensor([0.0, 0, 1, -1, 0, 0, 1, -1]))
+
+
+def test_a_bias_changes_the_choice_and_no_weight():
+    """Of the same experts, the weights are those of the scores without it."""
+    model = biased()
+    (router, _), hidden = routers(model), torch.randn(40, 32)
+    _, _, preferred = router.eval()(hidden)
+    router.e_score_correction_bias.copy_(torch.linspace(-0.4, 0.4, 8))
+    logits, weights, chosen = router(hidden)
+    assert not torch.equal(chosen, preferred)
+    scores = logits.sigmoid().gather(1, chosen)
+    wanted = scores / scores.sum(dim=1, keepdim=True) * router.routed_scaling_factor
+    torch.testing.assert_close(weights, wanted)
+
+
+def test_tokens_are_spread_more_evenly():
+    model = balance_experts(make_model("deepseek_v3", n_group=1), method="bias", bias_rate=0.01)
+    seen, fixed = chosen_by(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, [BATCH] * 40, optimizer=fixed)
+    first, last = (numbers.double().std() for _, numbers in (seen[0], seen[-1]))
+    assert last < first / 2
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "of transformers", "reentrant"])
+def test_recomputed_forwards_count_once_and_meet_the_same_bias(kind):
+    wanted, model = biased(), biased()
+    if kind in ("full", "selective"):
+        recompute_blocks(list(model.model.layers), kind)
+    else:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": kind == "reentrant"})
+        model.enable_input_require_grads()
+    steps = [samples(8).split(2), [samples(8)[:4]]]
+    for batches in steps:
+        assert all(
+            torch.equal(*pair) for pair in zip(train(wanted, batches), train(model, batches), strict=True)
+        )  # by gradients of the recomputation, which change the next choices
+    for name, value in wanted.named_parameters():
+        torch.testing.assert_close(dict(model.named_parameters())[name], value, msg=name)
+
+
+def test_two_forwards_before_one_backward_meet_the_same_bias():
+    wanted, model = biased(), biased()
+    recompute_blocks(list(model.model.layers), "full")
+    for each in (wanted, model):
+        optimizer = sgd(each)
+        for _ in range(3):
+            ((loss_of(each, samples(4)[:2]) + loss_of(each, samples(4)[2:])) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(biases(model), biases(wanted))
+    assert torch.equal(biases(model), train(biased(), [samples(4)] * 3)[-1])
+
+
+def test_evaluation_and_generation_count_nothing():
+    model = biased()
+    with torch.no_grad():
+        loss_of(model)
+        model.model(input_ids=BATCH)
+    loss_of(model.eval())
+    model.model(input_ids=BATCH)
+    model.generate(BATCH[:, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    with without_counts():
+        loss_of(model.train())
+    assert not counts(model).any()
+    sgd(model).step()
+    assert not biases(model).any()
+
+
+def test_a_failed_forward_leaves_nothing_behind():
+    model = biased()
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model)
+    handle.remove()
+    with pytest.raises(ConfigError, match="a part of a model whose routers are balanced by a bias was called"):
+        model.model(input_ids=BATCH)
+
+
+def test_a_copy_has_biases_of_its_own():
+    model = biased()
+    other = copy.deepcopy(model)
+    found = train(other, [BATCH])[0]
+    assert found.any()
+    assert not biases(model).any()
+    assert torch.equal(train(model, [BATCH])[0], found)
+
+
+def test_a_z_loss_goes_with_it():
+    model = balance_experts(make_model("deepseek_v3"), method="bias", bias_rate=RATE, z_loss_coeff=0.05)
+    plain = make_model("deepseek_v3")
+    logits = []
+    routers(plain)[0].register_forward_hook(lambda _, args, result: logits.append(result[0]))
+    loss = loss_of(plain)
+    torch.testing.assert_close(loss_of(model), loss + 0.05 * router_z_loss(logits[0]))
+    assert counts(model).any()
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convert", [nn.Module.bfloat16, nn.Module.half, lambda model: model.to(torch.float64)])
+def test_biases_stay_in_float32(convert):
+    model = biased()
+    train(model, [BATCH])
+    before = biases(model).clone()
+    convert(model)
+    assert routers(model)[0].weight.dtype is not torch.float32
+    assert biases(model).dtype is torch.float32
+    assert torch.equal(biases(model), before)
+
+
+def test_biases_of_a_model_in_bfloat16_become_float32():
+    model = balance_experts(make_model("deepseek_v3").bfloat16(), method="bias", bias_rate=1e-4)
+    (router,) = routers(model)
+    router.e_score_correction_bias.fill_(1.0)
+    train(model, [BATCH])
+    assert set((biases(model) - 1).flatten().tolist()) <= {0.0, *(1 + torch.tensor([1e-4, -1e-4]) - 1).tolist()}
+    assert (biases(model) != 1).any()
+
+
+# -- which models -----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_balanced_is_refused():
+    for name, kind in (("mixtral", "Mixtral"), ("qwen3_moe", "Qwen3Moe"), ("gpt_oss", "GptOss")):
+        with pytest.raises(NotBuiltYetError, match=rf"mlp\.\w+ \({kind}TopKRouter\): it has no buffer {BIAS}"):
+            balance_experts(make_model(name), method="bias")
+    for rate in (0.0, -1.0, float("inf")):
+        with pytest.raises(ConfigError, match="bias_rate must be a number above 0"):
+            balance_experts(make_model("deepseek_v3"), method="bias", bias_rate=rate)
+    with pytest.raises(ConfigError, match="balanced already"):
+        balance_experts(biased(), method="bias", bias_rate=0.5)
+    again = balance_experts(biased(), method="bias", bias_rate=RATE)
+    assert torch.equal(train(again, [BATCH])[0], train(biased(), [BATCH])[0])
+    with delayed_init():
+        model = make_model("deepseek_v3").bfloat16()
+    with pytest.raises(NotBuiltYetError, match=r"is torch\.bfloat16 and has no values yet"):
+        balance_experts(model, method="bias")
+
+
+class StepsInBackward:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+
+    def __init__(self, model):
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+
+
+def test_steps_within_backward_are_refused():
+    model = biased()
+    StepsInBackward(model)
+    with pytest.raises(ConfigError, match="an optimizer steps within backward"):
+        loss_of(model).backward()
