@@ -110,7 +110,7 @@ def balance_experts(
     _refuse_own_forward({"": language_model, **routers})
     weights = _all_weights(routers, method)
     coefficients = aux_loss_coeff if method == "aux_loss" else 0.0, z_loss_coeff
-    for name, router in routers.items():
+    for name, router in routers.items() if method == "sinkhorn" or any(coefficients) else ():
         _watch(router, weights[name] if method == "sinkhorn" else None, has_losses=any(coefficients))
     if any(coefficients):
         _add_losses(language_model, *coefficients)

@@ -18,8 +18,8 @@ optimizer has stepped.
 with gradients: not in an evaluation, in generation, nor in what backward computes again. Numbers are integers, so the
 sum does not depend on their order. Ranks of a tensor group count the same tokens, all of them equally often; only the
 signs of differences matter. The filler at the end of sequences, with which context parallelism makes the parts of its
-ranks equal, does not count, and neither do samples that a rank of a `Session` computes with weight 0, having none of its
-own. Padding of the program counts, as on one process.
+ranks equal, does not count; nor do samples that a rank of a `Session` computes with weight 0, having none of its own.
+Padding of the program counts, as on one process.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -184,9 +184,6 @@ def _count(router: Any, routed: Any) -> None:
             )
         chosen = chosen if counted is None else chosen[counted.to(chosen.device)]
         counts: Tensor = getattr(router, _COUNTS)
-        if counts.device != chosen.device:  # of a model that was built without values
-            counts = counts.to(chosen.device)
-            setattr(router, _COUNTS, counts)
         counts += torch.bincount(chosen.reshape(-1), minlength=len(counts))
 
 
