@@ -8,19 +8,23 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE
+from device import ACCELERATOR, DEVICE, devices
 from parallel.equal_training import GLOBAL_BATCH, NUM_STEPS, samples
 from parallel.expert_models import make_model
 from torch import nn
+from torch.utils.data import DataLoader
 
 from hyperpod_plugins.delayed_init import delayed_init
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.recompute import recompute_blocks
 from hyperpod_plugins.parallel import (
+    CheckpointWriter,
     ParallelConfig,
     balance_experts,
     build_data_group,
     build_mesh,
+    export_safetensors,
+    load_checkpoint,
     parallelize,
     router_z_loss,
 )
@@ -346,3 +350,228 @@ def test_ranks_move_biases_as_one_process_does(run_ranks):
             assert 5e-5 < (last - 1).abs().max() < 5e-4
         else:
             assert all(torch.equal(*pair) for pair in zip(found, alone[case[1]], strict=True)), (case, found)
+
+
+# -- through each adapter ---------------------------------------------------------------------------------------------
+
+EXPERTS = {"expert_parallel_degree": 2}
+
+
+def with_lightning(folder):
+    """Two micro-steps a step, and a validation within a window; resumed from a checkpoint after two steps."""
+    import lightning.pytorch as pl
+
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.batches, self.found = biased("glm4_moe"), [], []
+
+        def training_step(self, batch, _):
+            self.batches.append(batch)
+            return loss_of(self.model, batch)
+
+        def validation_step(self, batch, _):
+            self.log("val", loss_of(self.model, batch), sync_dist=True)
+
+        def on_train_batch_end(self, *_):
+            if len(self.batches) % 2 == 0:
+                self.found.append(biases(self.model).clone())
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    def fit(max_steps, data, path=None):
+        trainer = pl.Trainer(
+            strategy=HyperPodStrategy(**EXPERTS),
+            accelerator=ACCELERATOR,
+            devices=devices(2),
+            max_steps=max_steps,
+            accumulate_grad_batches=2,
+            val_check_interval=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        module = Module()
+        trainer.fit(module, DataLoader(data, batch_size=1), DataLoader(data[:4], batch_size=1), ckpt_path=path)
+        return trainer, module
+
+    _, module = fit(NUM_STEPS, samples())
+    trainer, begun = fit(2, samples())
+    trainer.save_checkpoint(f"{folder}/resumed")
+    left = samples()[2 * GLOBAL_BATCH :]
+    _, rest = fit(NUM_STEPS, torch.cat([left, left]), f"{folder}/resumed")  # an epoch as long as before
+    resumed = begun.found + rest.found
+    assert len(resumed) == NUM_STEPS
+    assert all(torch.equal(*pair) for pair in zip(resumed, module.found, strict=True))
+    batches = [torch.cat(pair) for pair in zip(module.batches[::2], module.batches[1::2], strict=True)]
+    return batches, module.found
+
+
+def with_session(folder, **options):
+    from hyperpod_plugins.session import Session
+
+    session = Session(**{"global_batch_size": GLOBAL_BATCH} | options)
+    model = session.parallelize(biased("glm4_moe"))
+    session.train(model, sgd(model))
+    batches, found = [], []
+    for step in session.steps(DataLoader(list(samples()), batch_size=1, shuffle=True)):
+        with step:
+            step.run(lambda batch: loss_of(model, batch))
+            batches.append(torch.cat(step.batches))
+            found.append(biases(model).clone())
+    return batches, found
+
+
+def with_experts(folder):
+    return with_session(folder, **EXPERTS)
+
+
+def with_reproducible_means(folder):
+    """Each micro-step's gradients are averaged by themselves."""
+    from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
+
+    return with_session(folder, hybrid_shard_degree=1, reproducible=True, elastic=ElasticPolicy(max_replicas=2))
+
+
+def with_manual_optimization(folder):
+    from hyperpod_plugins.session import Session
+
+    session = Session(global_batch_size=GLOBAL_BATCH, **EXPERTS)
+    model = session.parallelize(biased("glm4_moe"))
+    optimizer = sgd(model)
+    session.train(model, optimizer, manual_optimization=True)
+    batches, found = [], []
+
+    def update(batch):
+        for part in batch.chunk(2):
+            loss = loss_of(model, part) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for step in session.steps(DataLoader(list(samples()), batch_size=2)):
+        with step:
+            step.run(update)
+            batches.append(torch.cat(step.batches))
+            found.append(biases(model).clone())
+    return batches, found
+
+
+def with_accelerate(folder):
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+
+    accelerator = HyperPodPlugin(**EXPERTS).accelerator(gradient_accumulation_steps=2)
+    model = biased("glm4_moe")
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(list(samples()), batch_size=1))
+    batches, found = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        batches.append(batch)
+        if accelerator.sync_gradients:
+            found.append(biases(model).clone())
+    return [torch.cat(pair) for pair in zip(batches[::2], batches[1::2], strict=True)], found
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    "adapter", [with_lightning, with_experts, with_reproducible_means, with_manual_optimization, with_accelerate]
+)
+def test_biases_move_once_a_step_through_an_adapter(run_ranks, tmp_path, adapter):
+    results = run_ranks(adapter, str(tmp_path), world_size=2, timeout_s=120)
+    together = [torch.cat(parts) for parts in zip(results[0][0], results[1][0], strict=True)]
+    assert [len(batch) for batch in together] == [GLOBAL_BATCH] * NUM_STEPS
+    wanted = train(biased("glm4_moe"), together)
+    for _, found in results:
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def with_uneven_last_step(folder):
+    """Of the last step, the second rank has no sample, and computes one of the first with weight 0."""
+    from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
+    from hyperpod_plugins.session import Session
+
+    session = Session(global_batch_size=GLOBAL_BATCH, elastic=ElasticPolicy(max_replicas=2), hybrid_shard_degree=1)
+    model = session.parallelize(biased("glm4_moe"))
+    session.train(model, sgd(model))
+    weights = []
+    for step in session.steps(DataLoader(list(samples(GLOBAL_BATCH + 1)), batch_size=2)):
+        with step:
+            step.run(lambda batch: loss_of(model, batch))
+            weights.append(step.weights)
+    return weights, biases(model)
+
+
+@pytest.mark.spawns
+def test_samples_of_other_ranks_do_not_count(run_ranks, tmp_path):
+    results = run_ranks(with_uneven_last_step, str(tmp_path), world_size=2, timeout_s=120)
+    assert sorted(weights[-1][-1] for weights, _ in results) == [0.0, 2.0]
+    wanted = train(biased("glm4_moe"), samples(GLOBAL_BATCH + 1).split(GLOBAL_BATCH))[-1]
+    assert all(torch.equal(found, wanted) for _, found in results)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def model_on_ranks(options, build=biased):
+    config = ParallelConfig.of(options)
+    return parallelize(build("glm4_moe"), build_mesh(config.topology(dist.get_world_size()), DEVICE), config)
+
+
+def save_and_load(folder):
+    """Saved after two steps, and continued with other degrees."""
+    dist.init_process_group("hyperpod")
+    batches = samples().split(GLOBAL_BATCH)  # the same on all ranks
+    model = model_on_ranks(EXPERTS)
+    train(model, batches[:2])
+    writer = CheckpointWriter()
+    writer.save(f"{folder}/biased", model=model)
+    export_safetensors(model, f"{folder}/exported")
+    rest = train(model, batches[2:])
+    other = model_on_ranks({"hybrid_shard_degree": 1})
+    load_checkpoint(f"{folder}/biased", model=other)
+    assert all(torch.equal(*pair) for pair in zip(train(other, batches[2:]), rest, strict=True))
+    plain = model_on_ranks(EXPERTS, make_model)
+    load_checkpoint(f"{folder}/biased", model=plain)
+    saved = biases(plain).clone()
+    assert saved.any()
+    writer.save(f"{folder}/plain", model=plain)
+    writer.close()
+    again = model_on_ranks(EXPERTS)
+    load_checkpoint(f"{folder}/plain", model=again)
+    assert torch.equal(biases(again), saved)
+    assert all(torch.equal(*pair) for pair in zip(train(again, batches[2:]), rest, strict=True))
+    return saved, rest
+
+
+@pytest.mark.spawns
+def test_checkpoints_hold_biases_and_nothing_else(run_ranks, tmp_path):
+    import transformers
+
+    saved, rest = run_ranks(save_and_load, str(tmp_path), world_size=2, timeout_s=120)[0]
+    model = biased("glm4_moe")
+    assert model.state_dict().keys() == make_model("glm4_moe").state_dict().keys()
+    load_checkpoint(tmp_path / "biased", model=model)
+    assert torch.equal(biases(model), saved)
+    batches = [batch.repeat(2, 1) for batch in samples().split(GLOBAL_BATCH)[2:]]
+    assert all(torch.equal(*pair) for pair in zip(train(model, batches), rest, strict=True))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(biases(exported), saved)
+    in_bfloat16 = make_model("glm4_moe").bfloat16()
+    writer = CheckpointWriter()
+    optimizer = sgd(in_bfloat16)
+    writer.save(tmp_path / "bfloat16", model=in_bfloat16, optimizers=[optimizer])
+    writer.close()
+    model = balance_experts(make_model("glm4_moe").bfloat16(), method="bias")
+    with pytest.raises(CheckpointMismatch, match=r"e_score_correction_bias \(checkpoint torch.bfloat16, model torch"):
+        load_checkpoint(tmp_path / "bfloat16", model=model, optimizers=[sgd(model)])
+    with pytest.warns(UserWarning, match="are converted"):
+        load_checkpoint(tmp_path / "bfloat16", model=model)

@@ -1,7 +1,7 @@
 """Training whose sequences, or experts (`EXPERTS`), are split over two ranks, with dropout: a loop, or a fit (`FIT`).
 
-With `TENSORS`, matrices are split over two ranks as well, of four: there is one replica, and snapshots. `ON_HOST` is an
-option that has the optimizer step in host memory.
+With `BIAS`, routers have biases that move after each step. With `TENSORS`, matrices are split over two ranks as well,
+of four: there is one replica, and snapshots. `ON_HOST` is an option that has the optimizer step in host memory.
 
 `hyperpodrun` runs it, with faults at chosen points.
 """
@@ -12,8 +12,16 @@ from pathlib import Path
 import torch
 from faults import ACCELERATOR, Faults, devices
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
+from hyperpod_plugins.parallel import balance_experts
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
@@ -33,6 +41,10 @@ def make_model():
         "attention_dropout": 0.2,
         "use_cache": False,
     }
+    if "BIAS" in os.environ:
+        more = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **more, first_k_dense_replace=0))
+        return balance_experts(model, method="bias", bias_rate=0.01)
     if EXPERTS:
         return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
     return LlamaForCausalLM(LlamaConfig(**sizes))
@@ -129,6 +141,7 @@ def main():
     faults = Faults()
     model, rank = (fit if "FIT" in os.environ else train)(faults)
     values = {name: each.to_local().detach().clone() for name, each in model.named_parameters()}
+    values |= {name: each.clone() for name, each in model.named_buffers()}
     torch.save({"state": values}, Path(faults.folder, f"result-{rank}.pt"))
 
 

@@ -40,6 +40,8 @@ def run(folder, environ, faults):
         pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered", marks=pytest.mark.variant),
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
         pytest.param({"EXPERTS": "1"}, id="experts"),
+        pytest.param({"EXPERTS": "1", "BIAS": "1"}, id="experts whose biases move"),
+        pytest.param({"BIAS": "1"}, id="contexts, biases that move", marks=pytest.mark.variant),
         pytest.param({"EXPERTS": "1", "TENSORS": "1", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
         pytest.param({"EXPERTS": "1", "ON_HOST": "param_offload"}, id="experts on the host", marks=pytest.mark.variant),
         pytest.param({"ON_HOST": "optimizer_offload"}, id="contexts, host optimizer", marks=pytest.mark.variant),
@@ -55,10 +57,21 @@ def test_lost_ranks_change_no_bit(tmp_path, environ):
     assert len(losses) == NUM_STEPS
     for lines in disturbed.records("step"):
         assert all(line["loss"] == losses[line["step"]] for line in lines)
+    if "BIAS" in environ:
+        biases = [
+            torch.stack([value for name, value in result["state"].items() if name.endswith("correction_bias")])
+            for result in calm.results()
+        ]
+        assert all(torch.equal(each, biases[0]) for each in biases)
+        assert biases[0].abs().max() > 0.02
+        moves = biases[0] / 0.01  # one a step
+        assert moves.abs().max() <= NUM_STEPS + 1e-3
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-3)
 
 
-def test_lost_ranks_of_a_fit_change_no_bit(tmp_path):
-    calm, _ = run(tmp_path, {"FIT": "1"}, [*FAULTS, ["validation", 8, 1, "kill"]])
+@pytest.mark.parametrize("environ", [{}, {"BIAS": "1"}], ids=["", "biases that move"])
+def test_lost_ranks_of_a_fit_change_no_bit(tmp_path, environ):
+    calm, _ = run(tmp_path, {"FIT": "1"} | environ, [*FAULTS, ["validation", 8, 1, "kill"]])
     for first, second in ((0, 1), (2, 3)):  # the parts of the same samples have the same loss
         losses = [[line["loss"] for line in calm.records("step")[rank]] for rank in (first, second)]
         assert len(losses[0]) == NUM_STEPS
