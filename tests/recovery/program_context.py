@@ -2,6 +2,7 @@
 
 With `BIAS`, routers have biases that move after each step. With `TENSORS`, matrices are split over two ranks as well,
 of four: there is one replica, and snapshots. `ON_HOST` is an option that has the optimizer step in host memory.
+With `REHEARSE`, some steps are undone and run again.
 
 `hyperpodrun` runs it, with faults at chosen points.
 """
@@ -56,6 +57,7 @@ OPTIONS |= {"tensor_parallel_degree": 2} if "TENSORS" in os.environ else {}
 OPTIONS |= {os.environ["ON_HOST"]: True} if "ON_HOST" in os.environ else {}
 RECOVERY = {"replacement_timeout_s": 30.0, "hang_timeout_s": 5.0, "verify": True}
 RECOVERY |= {"snapshot_every_steps": 1} if "TENSORS" in os.environ else {}
+RECOVERY |= {"rehearse": (2, 6)} if "REHEARSE" in os.environ else {}
 
 
 def data():
@@ -64,6 +66,8 @@ def data():
 
 def compute_loss(model, batch, faults, step):
     faults.at("forward", step)
+    if "REHEARSE" in os.environ:
+        faults.note(kind="forward", step=step)
     loss = model(input_ids=batch, labels=batch).loss
     faults.at("backward", step)
     return loss

@@ -69,6 +69,19 @@ def test_lost_ranks_change_no_bit(tmp_path, environ):
         torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-3)
 
 
+def test_biases_move_once_in_steps_that_are_rehearsed(tmp_path):
+    environ, jobs = {"EXPERTS": "1", "BIAS": "1", "HYPERPOD_TEST_TRANSPORT": "gloo"}, []
+    for name, more in (("calm", {}), ("rehearsed", {"REHEARSE": "1"})):
+        job = run_job(SCRIPT, tmp_path / name, faults=[], args=PRELOAD, environ=environ | more, timeout_s=120)
+        assert job.code == 0, job.output[-8000:]
+        jobs.append(job)
+    forwards = [line["step"] for line in jobs[1].records("forward")[0]]
+    assert {step for step in forwards if forwards.count(step) > forwards.count(0)} == {2, 6}
+    for wanted, found in zip(*(job.results() for job in jobs), strict=True):
+        for name, value in wanted["state"].items():
+            assert torch.equal(found["state"][name], value), name
+
+
 @pytest.mark.parametrize("environ", [{}, {"BIAS": "1"}], ids=["", "biases that move"])
 def test_lost_ranks_of_a_fit_change_no_bit(tmp_path, environ):
     calm, _ = run(tmp_path, {"FIT": "1"} | environ, [*FAULTS, ["validation", 8, 1, "kill"]])
