@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
@@ -106,6 +107,8 @@ def balance_experts(
             f"{type(language_model).__name__} adds an auxiliary loss itself (output_router_logits=True). Leave that "
             "out, or use method='none'."
         )
+    if method == "bias" and any(isinstance(part, FSDPModule) for part in model.modules()):
+        raise ConfigError("balance_experts(method='bias') must be called before the model is sharded.")
     routers = _routers_of(language_model)
     _refuse_own_forward({"": language_model, **routers})
     weights = _all_weights(routers, method)

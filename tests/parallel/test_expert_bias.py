@@ -192,6 +192,12 @@ def test_a_failed_forward_leaves_nothing_behind():
         model.model(input_ids=BATCH)
 
 
+def test_a_compiled_model_is_balanced_alike():
+    model = biased()
+    found = train(torch.compile(model, backend="eager"), [BATCH] * 2)
+    assert all(torch.equal(*pair) for pair in zip(found, train(biased(), [BATCH] * 2), strict=True))
+
+
 def test_a_copy_has_biases_of_its_own():
     model = biased()
     other = copy.deepcopy(model)
@@ -315,6 +321,8 @@ def train_on_ranks(model, options, *, num_micro_steps=1, precision="32-true"):
     build_data_group(topology)
     index, share = topology.data_rank(dist.get_rank()), GLOBAL_BATCH // topology.data_degree
     batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
+    with pytest.raises(ConfigError, match="must be called before the model is sharded"):
+        balance_experts(vars(model).pop("_hyperpod_balancing") and model, method="bias")
     found = train(model, batches, num_micro_steps)
     assert not counts(model).any()
     return found, model
@@ -329,6 +337,11 @@ def train_in_all_layouts():
         found[name, "deepseek_v3", 1] = train_on_ranks(biased(), LAYOUTS[name])[0]
     for name in ("experts 2, tensor 2", "context 2"):
         found[name, "glm4_moe", 2] = train_on_ranks(biased("glm4_moe"), LAYOUTS[name], num_micro_steps=2)[0]
+    with delayed_init():
+        model = make_model("glm4_moe")
+    found["delayed", "glm4_moe", 1] = train_on_ranks(
+        balance_experts(model, method="bias", bias_rate=RATE), LAYOUTS["experts 2"]
+    )[0]
     for precision in PRECISIONS[1:]:
         model = balance_experts(make_model("glm4_moe"), method="bias", bias_rate=1e-4)
         for router in routers(model):
