@@ -192,6 +192,7 @@ def test_a_failed_forward_leaves_nothing_behind():
         model.model(input_ids=BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # by dynamo
 def test_a_compiled_model_is_balanced_alike():
     model = biased()
     found = train(torch.compile(model, backend="eager"), [BATCH] * 2)
