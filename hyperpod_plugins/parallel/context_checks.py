@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hyperpod_plugins.errors import ConfigError, format_list
 
-SERVED_MODELS = ("gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SERVED_MODELS = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the Hugging Face models that are split: all but their attention treats each token alone."""
 SERVED_ATTENTION = ("sdpa", "eager")
 SPLIT_INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")

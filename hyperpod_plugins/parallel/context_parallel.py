@@ -139,6 +139,18 @@ def causal_language_models(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if is_causal_language_model(part)]
 
 
+def tokens_of_sequences() -> Tensor | None:
+    """Return which tokens of the forward that this thread runs are of its sequences, `(batch x local length,)`.
+
+    The others were added so that all ranks have equal parts. None if there are no others.
+    """
+    sequences = _running.sequences
+    if sequences is None or sequences.num_tokens == sequences.layout.length:
+        return None
+    positions = sequences.layout.positions(sequences.rank, sequences.positions.device)
+    return (positions < sequences.num_tokens).repeat(len(sequences.positions))
+
+
 def context_degree_of(model: nn.Module) -> int:
     """Return the number of ranks that the sequences of a model are split over."""
     held: list[ContextDegrees] = [vars(part)[DEGREES] for part in model.modules() if DEGREES in vars(part)]
@@ -184,6 +196,8 @@ class _Sequences:
     """`(batch, length)`."""
     documents: Tensor | None
     """Number of the document of each token, `(batch, length)`; None if a sequence is one document."""
+    num_tokens: int
+    """Length without what was added so that all ranks have equal parts."""
     padding: Tensor | None
     """True where a token may be attended to, `(batch, length)`; None if all may."""
 
@@ -266,7 +280,9 @@ class _SplitForward:
         count = (targets != ignored).sum() if count is None else count
         own_targets = layout.part(F.pad(targets, (0, added), value=ignored), rank)
         own_ids = layout.part(F.pad(ids, (0, added)), rank)
-        sequences = _Sequences(layout=layout, rank=rank, positions=positions, documents=documents, padding=padding)
+        sequences = _Sequences(
+            layout=layout, rank=rank, positions=positions, documents=documents, num_tokens=length, padding=padding
+        )
         own = {
             "input_ids": own_ids,
             "position_ids": layout.part(positions, rank),

@@ -9,6 +9,8 @@
                 2021, equation 4): experts x sum over experts of (share of the choices) x (mean probability)
     sinkhorn    those with the largest entries once the probabilities of all tokens are scaled such that all experts
                 have the same sum ("Unified Scaling Laws for Routed Language Models", Clark et al., 2022); nothing
+    bias        those that the router prefers with its bias for each expert, which counts for the choice alone, also in
+                evaluation, and moves by `bias_rate` after each step; nothing. See `expert_bias.py`
 
 With each of them, `z_loss_coeff` times the mean square of the logarithm of the sum of the exponentials of the router's
 logits is added ("ST-MoE", Zoph et al., 2022, equation 5), which keeps these small.
@@ -17,7 +19,8 @@ A token's weights for its experts are those that the model gives to the same exp
 mode nothing changes, so that what is saved of a balanced model is an ordinary one.
 
 Each rank balances its own tokens, and data parallelism averages the gradients: results are those of the same batches on
-each rank, not of one process with all tokens. All tokens count, those of padding, too. Each forward adds its losses, so
+each rank, not of one process with all tokens; except for `bias`, which follows the tokens of all ranks. All tokens
+count, those of padding, too. Each forward adds its losses, so
 that those of several micro-steps add up where the program does not divide the loss by their number.
 
 [Note: where losses come from] A router notes its logits while the forward of the language model runs, which adds to the
@@ -27,7 +30,7 @@ training would not be balanced: it is told.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -35,14 +38,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.recompute import derived_class
-from hyperpod_plugins.parallel.context_parallel import causal_language_models
+from hyperpod_plugins.parallel.context_parallel import causal_language_models, tokens_of_sequences
+from hyperpod_plugins.parallel.expert_bias import check_bias, counting_tokens, move_bias_of
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
-Method = Literal["none", "aux_loss", "sinkhorn"]
+Method = Literal["none", "aux_loss", "sinkhorn", "bias"]
 _ROUTED = "_hyperpod_routed"
 """Attribute of a router with what it has decided in the forward of the language model that is under way."""
 _BALANCED, _WATCHED = "_hyperpod_balancing", "_hyperpod_is_watched"
@@ -58,7 +63,12 @@ class _Routed(NamedTuple):
 
 
 def balance_experts(
-    model: nn.Module, *, method: Method = "aux_loss", aux_loss_coeff: float = 1e-3, z_loss_coeff: float = 0.0
+    model: nn.Module,
+    *,
+    method: Method = "aux_loss",
+    aux_loss_coeff: float = 1e-3,
+    z_loss_coeff: float = 0.0,
+    bias_rate: float = 1e-3,
 ) -> nn.Module:
     """Let a causal language model of transformers balance its experts while it trains, in place.
 
@@ -70,6 +80,7 @@ def balance_experts(
         method: see the module's documentation.
         aux_loss_coeff: weight of the auxiliary loss of each layer; only for `aux_loss`.
         z_loss_coeff: weight of the z-loss of each layer; 0 for none.
+        bias_rate: by how much the bias of an expert moves after each step, above 0; only for `bias`.
 
     Returns:
         The same model.
@@ -78,20 +89,16 @@ def balance_experts(
         ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; the
             model adds an auxiliary loss itself, is balanced in another way already, or has a `forward` of its own.
         NotBuiltYetError: `sinkhorn` or `aux_loss` for a router that does not compute probabilities by softmax, as far
-            as is known.
+            as is known; `bias` for one without a bias that counts for the choice alone.
     """
-    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} must be a number from 0 on, but is {value!r}.")
-    if method not in get_args(Method):
-        raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
+    _check_arguments(method, aux_loss_coeff, z_loss_coeff, bias_rate)
     language_model = _language_model(model)
-    asked = (method, aux_loss_coeff, z_loss_coeff)
+    asked = (method, aux_loss_coeff, z_loss_coeff, bias_rate)
     known = vars(language_model).get(_BALANCED, asked)
     if known != asked:
         raise ConfigError(
             f"{type(language_model).__name__} is balanced already, with the arguments {known}, which cannot be changed "
-            f"into {asked} (method, aux_loss_coeff, z_loss_coeff). Build a new model."
+            f"into {asked} (method, aux_loss_coeff, z_loss_coeff, bias_rate). Build a new model."
         )
     if _BALANCED in vars(language_model):
         return model
@@ -100,16 +107,30 @@ def balance_experts(
             f"{type(language_model).__name__} adds an auxiliary loss itself (output_router_logits=True). Leave that "
             "out, or use method='none'."
         )
+    if method == "bias" and any(isinstance(part, FSDPModule) for part in model.modules()):
+        raise ConfigError("balance_experts(method='bias') must be called before the model is sharded.")
     routers = _routers_of(language_model)
     _refuse_own_forward({"": language_model, **routers})
-    weights = {} if method == "none" else {name: _weights_of(name, each, method) for name, each in routers.items()}
+    weights = _all_weights(routers, method)
     coefficients = aux_loss_coeff if method == "aux_loss" else 0.0, z_loss_coeff
-    for name, router in routers.items():
+    for name, router in routers.items() if method == "sinkhorn" or any(coefficients) else ():
         _watch(router, weights[name] if method == "sinkhorn" else None, has_losses=any(coefficients))
     if any(coefficients):
         _add_losses(language_model, *coefficients)
+    if method == "bias":
+        _move_biases(language_model, routers.values(), bias_rate)
     vars(language_model)[_BALANCED] = asked
     return model
+
+
+def _check_arguments(method: str, aux_loss_coeff: float, z_loss_coeff: float, bias_rate: float) -> None:
+    for name, value in (("aux_loss_coeff", aux_loss_coeff), ("z_loss_coeff", z_loss_coeff)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} must be a number from 0 on, but is {value!r}.")
+    if not (math.isfinite(bias_rate) and bias_rate > 0):
+        raise ConfigError(f"bias_rate must be a number above 0, but is {bias_rate!r}.")
+    if method not in get_args(Method):
+        raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, but is {method!r}.")
 
 
 @_disable_dynamo  # the host decides when it ends
@@ -182,6 +203,20 @@ _WEIGHTS: Mapping[str, _Weights] = {
     "GptOssTopKRouter": _softmax_of_chosen,
 }
 """How the routers of transformers compute weights, by the name of their class."""
+
+
+def _all_weights(routers: Mapping[str, nn.Module], method: Method) -> dict[str, _Weights]:
+    """How each router computes weights, where the method needs to know.
+
+    Raises:
+        NotBuiltYetError: the method is not served for a router.
+    """
+    if method == "bias":
+        for name, router in routers.items():
+            check_bias(name, router)
+    if method in ("none", "bias"):
+        return {}
+    return {name: _weights_of(name, each, method) for name, each in routers.items()}
 
 
 def _weights_of(name: str, router: nn.Module, method: str) -> _Weights:
@@ -257,6 +292,22 @@ def _watch(router: nn.Module, weights: _Weights | None, *, has_losses: bool) -> 
         return logits, scores, expert_index
 
     router.__class__ = derived_class(kind, {"forward": forward, _WATCHED: True})
+
+
+def _move_biases(model: nn.Module, routers: Iterable[nn.Module], rate: float) -> None:
+    """Let the biases of routers move after each step, by the tokens of forwards of their language model."""
+    for router in routers:
+        move_bias_of(router, rate)
+    kind: Any = type(model)
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *args, **kwargs)
+        with counting_tokens(self, tokens_of_sequences()):
+            return kind.forward(self, *args, **kwargs)
+
+    model.__class__ = derived_class(kind, {"forward": forward})
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itsel
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
+from hyperpod_plugins.parallel.expert_bias import biases_in_float32
 from hyperpod_plugins.parallel.expert_parallel import expert_degree_of, find_experts, shard_experts
 from hyperpod_plugins.parallel.former_parameters import remember_parameters, succeed_parameters
 from hyperpod_plugins.parallel.host_optimizer import keep_on_host
@@ -380,10 +381,13 @@ def sync_rng_state(tensor_mesh: DeviceMesh) -> None:
 
 
 def _to_bfloat16(model: nn.Module) -> None:
-    """Convert parameters and persistent buffers; non-persistent ones (rotary frequencies) keep their precision."""
-    saved = model.state_dict(keep_vars=True).values()
+    """Convert parameters and persistent buffers.
+
+    Non-persistent ones (rotary frequencies) keep their precision, and so do biases of routers that move.
+    """
+    saved, kept = model.state_dict(keep_vars=True).values(), biases_in_float32(model)
     for tensor in saved:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and id(tensor) not in kept:
             tensor.data = tensor.data.to(torch.bfloat16)
 
 

@@ -83,7 +83,7 @@ class GradientVector:
         Raises:
             ConfigError: a parameter has a hook, which has run on the gradient of a single replica.
         """
-        reconcile_gradients(self._model)
+        reconcile_gradients(self._model, ends_step=False)
         if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters):
             raise ConfigError(self._hook_message())
         parts: list[Tensor] = []

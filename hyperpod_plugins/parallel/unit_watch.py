@@ -51,6 +51,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import all_max, group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
+from hyperpod_plugins.parallel.expert_bias import leave_to_units, move_biases, routers_with_moving_bias
 from hyperpod_plugins.parallel.gather_trace import (
     DIGEST_BYTES,
     GatherTrace,
@@ -102,7 +103,7 @@ def watch_units(model: nn.Module) -> None:
             register_optimizer_step_pre_hook(_settle_before_step)
         follow_parameters(group for _, group in units)
         follow_outputs(model)
-        _watches.append(ref(UnitTrace(units)))
+        _watches.append(ref(UnitTrace(units, routers_with_moving_bias(model))))
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
@@ -115,7 +116,7 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
         raise ConfigError(f"{format_list(sparse)} would compute sparse gradients. {SPARSE_ADVICE}")
 
 
-def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> int:
+def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None, *, ends_step: bool = True) -> int:
     """Compare the units that ranks ran since the last call, and keep only the gradients that one process would have.
 
     All ranks call this together, after the last backward of a step and before the optimizer steps. If it was not
@@ -125,6 +126,7 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
     Args:
         model: model whose units are compared.
         flag: flag of this rank, a uint8 `()`, sent in the same message.
+        ends_step: whether no backward of the same step follows, so that the biases of routers move.
 
     Returns:
         The largest flag of all ranks; 0 if the groups are broken.
@@ -138,12 +140,19 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
     watches = _watches_of(model)
     for watch in watches:
         watch.refuse_lost_gradients()
-    return _reconcile([watch for watch in watches if watch.trace], flag)
+    largest = _reconcile([watch for watch in watches if watch.trace], flag)
+    for watch in watches if ends_step else ():
+        watch.end_step()
+    return largest
 
 
 def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> int:
     """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
-    return _reconcile(_watches_of_optimizer(optimizer), flag)
+    watches = _watches_of_optimizer(optimizer)
+    largest = _reconcile(watches, flag)
+    for watch in watches:
+        watch.end_step()
+    return largest
 
 
 def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
@@ -213,11 +222,12 @@ def reshard_gathered(model: nn.Module) -> None:
 class UnitTrace:
     """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
-    def __init__(self, units: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, units: Sequence[tuple[str, Any]], routers: Sequence[nn.Module]) -> None:
         """Start watching units.
 
         Args:
             units: module name and FSDP2 parameter group of each, in the same order on all ranks.
+            routers: those of the model whose biases move, likewise.
         """
         self.trace = array("I")
         """Events of the step in order: 2 * index of the unit for a gather, 2 * index + 1 for a reduce."""
@@ -235,6 +245,10 @@ class UnitTrace:
         self._trained = self._parameters[0]
         """A parameter that was not frozen when this was last looked at."""
         self._device: torch.device = units[0][1].device
+        self._routers = routers
+        leave_to_units(routers)
+        self._awaits_end = False
+        """Whether `reconcile` has succeeded since the last `end_step`."""
 
     @property
     def is_trained(self) -> bool:
@@ -293,7 +307,14 @@ class UnitTrace:
             largest = 0 if flag is None else int(flag)
         self._keep_agreed(used)
         self.forget()
+        self._awaits_end = True
         return largest
+
+    def end_step(self) -> None:
+        """Move the biases of routers, if the model has run since the last call; a collective of all ranks."""
+        if self._awaits_end:
+            self._awaits_end = False
+            move_biases(self._routers)
 
     def _keep_agreed(self, uses: Sequence[int]) -> None:
         """Keep the gradients of the parameters that some rank used, given the largest `use` of each."""
@@ -404,7 +425,7 @@ class UnitTrace:
     def forget(self) -> None:
         """See `clear_trace`."""
         del self.trace[:]
-        self._shortened = b""
+        self._shortened, self._awaits_end = b"", False
         for unit in self._units:
             unit.forget()
         for parameter in self._parameters:

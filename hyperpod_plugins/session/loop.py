@@ -24,6 +24,7 @@ from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.errors import LoopError, PeerLost, format_list
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
+from hyperpod_plugins.parallel.expert_bias import without_counts
 from hyperpod_plugins.parallel.finite import FiniteCheck, gradient_flag
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import local_steps
@@ -162,7 +163,11 @@ class StepComputation:
                 seed_micro_step(self.config.random_seed, step, *split.random_stream(index, compute_rank))
             is_last = index == len(batches) - 1
             micro_step = RankMicroStep(index=index, count=split.num_micro_steps, is_last=is_last, weight=weight)
-            with nullcontext() if is_last else without_replica_sync(self.model), loss_parallel_context(self.config):
+            with (
+                nullcontext() if is_last else without_replica_sync(self.model),
+                loss_parallel_context(self.config),
+                nullcontext() if weight else without_counts(),
+            ):
                 returned = compute_loss(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
                 loss = _loss_of(returned)
                 losses.append(loss.detach())

@@ -34,6 +34,16 @@ KINDS = {
             "first_k_dense_replace": 1,
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 0,
+            "head_dim": 8,
+        },
+    ),
 }
 
 

@@ -66,6 +66,12 @@ def mixtral():
     return transformers.MixtralForCausalLM(config)
 
 
+def glm4_moe():
+    sizes = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Glm4MoeConfig(**SIZES, **sizes, num_key_value_heads=2, first_k_dense_replace=1)
+    return transformers.Glm4MoeForCausalLM(config)
+
+
 def mistral(window=6, **options):
     config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=window, **options)
     return transformers.MistralForCausalLM(config)
@@ -99,6 +105,7 @@ MODELS = {
     "mistral, windows": mistral,
     "mistral, windows, eager": lambda: mistral(attn_implementation="eager"),
     "mixtral": mixtral,
+    "glm4_moe": glm4_moe,
     "gpt_oss, windows and sinks": gpt_oss,
 }
 IN_A_RING = ["llama", "llama, one head of keys", "mistral, windows", "qwen3, windows"]

@@ -1,8 +1,8 @@
 """Training of which `SPLIT` says what is split over two ranks each, with dropout: a loop, or a fit (`FIT`).
 
 Sequences (`context`), experts, or both; with `tensor`, matrices as well, over two ranks of four: there is one replica,
-and snapshots. `ON_HOST` is an option that has the optimizer step in host memory, and `COMM` how attention
-communicates.
+and snapshots. With `BIAS`, routers have biases that move after each step; with `REHEARSE`, some steps are undone and
+run again. `ON_HOST` is an option that has the optimizer step in host memory, and `COMM` how attention communicates.
 
 `hyperpodrun` runs it, with faults at chosen points.
 """
@@ -13,8 +13,16 @@ from pathlib import Path
 import torch
 from faults import ACCELERATOR, Faults, devices
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
+from hyperpod_plugins.parallel import balance_experts
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
@@ -34,6 +42,10 @@ def make_model():
         "attention_dropout": 0.0 if "COMM" in os.environ else 0.2,
         "use_cache": False,
     }
+    if "BIAS" in os.environ:
+        more = {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **more, first_k_dense_replace=0))
+        return balance_experts(model, method="bias", bias_rate=0.01)
     if EXPERTS:
         return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
     return LlamaForCausalLM(LlamaConfig(**sizes))
@@ -46,6 +58,7 @@ OPTIONS |= {"context_comm_type": os.environ["COMM"]} if "COMM" in os.environ els
 OPTIONS |= {os.environ["ON_HOST"]: True} if "ON_HOST" in os.environ else {}
 RECOVERY = {"replacement_timeout_s": 30.0, "hang_timeout_s": 5.0, "verify": True}
 RECOVERY |= {"snapshot_every_steps": 1} if "tensor" in SPLIT else {}
+RECOVERY |= {"rehearse": (2, 6)} if "REHEARSE" in os.environ else {}
 
 
 def data():
@@ -54,6 +67,8 @@ def data():
 
 def compute_loss(model, batch, faults, step):
     faults.at("forward", step)
+    if "REHEARSE" in os.environ:
+        faults.note(kind="forward", step=step)
     loss = model(input_ids=batch, labels=batch).loss
     faults.at("backward", step)
     return loss
@@ -131,6 +146,7 @@ def main():
     faults = Faults()
     model, rank = (fit if "FIT" in os.environ else train)(faults)
     values = {name: each.to_local().detach().clone() for name, each in model.named_parameters()}
+    values |= {name: each.clone() for name, each in model.named_buffers()}
     torch.save({"state": values}, Path(faults.folder, f"result-{rank}.pt"))
 
 

@@ -41,6 +41,8 @@ def run(folder, environ, faults):
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
         pytest.param({"COMM": "p2p"}, id="keys and values in a ring"),
         pytest.param({"SPLIT": "expert"}, id="experts"),
+        pytest.param({"SPLIT": "expert", "BIAS": "1"}, id="experts whose biases move"),
+        pytest.param({"BIAS": "1"}, id="contexts, biases that move", marks=pytest.mark.variant),
         pytest.param({"SPLIT": "expert tensor", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
         pytest.param({"SPLIT": "context tensor"}, id="contexts and tensors", marks=pytest.mark.variant),
         pytest.param({"SPLIT": "context expert"}, id="contexts and experts"),
@@ -63,10 +65,34 @@ def test_lost_ranks_change_no_bit(tmp_path, environ):
     assert len(losses) == NUM_STEPS
     for lines in disturbed.records("step"):
         assert all(line["loss"] == losses[line["step"]] for line in lines)
+    if "BIAS" in environ:
+        biases = [
+            torch.stack([value for name, value in result["state"].items() if name.endswith("correction_bias")])
+            for result in calm.results()
+        ]
+        assert all(torch.equal(each, biases[0]) for each in biases)
+        assert biases[0].abs().max() > 0.02
+        moves = biases[0] / 0.01  # one a step
+        assert moves.abs().max() <= NUM_STEPS + 1e-3
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-3)
 
 
-def test_lost_ranks_of_a_fit_change_no_bit(tmp_path):
-    calm, _ = run(tmp_path, {"FIT": "1"}, [*FAULTS, ["validation", 8, 1, "kill"]])
+def test_biases_move_once_in_steps_that_are_rehearsed(tmp_path):
+    environ, jobs = {"SPLIT": "expert", "BIAS": "1", "HYPERPOD_TEST_TRANSPORT": "gloo"}, []
+    for name, more in (("calm", {}), ("rehearsed", {"REHEARSE": "1"})):
+        job = run_job(SCRIPT, tmp_path / name, faults=[], args=PRELOAD, environ=environ | more, timeout_s=120)
+        assert job.code == 0, job.output[-8000:]
+        jobs.append(job)
+    forwards = [line["step"] for line in jobs[1].records("forward")[0]]
+    assert {step for step in forwards if forwards.count(step) > forwards.count(0)} == {2, 6}
+    for wanted, found in zip(*(job.results() for job in jobs), strict=True):
+        for name, value in wanted["state"].items():
+            assert torch.equal(found["state"][name], value), name
+
+
+@pytest.mark.parametrize("environ", [{}, {"BIAS": "1"}], ids=["", "biases that move"])
+def test_lost_ranks_of_a_fit_change_no_bit(tmp_path, environ):
+    calm, _ = run(tmp_path, {"FIT": "1"} | environ, [*FAULTS, ["validation", 8, 1, "kill"]])
     for first, second in ((0, 1), (2, 3)):  # the parts of the same samples have the same loss
         losses = [[line["loss"] for line in calm.records("step")[rank]] for rank in (first, second)]
         assert len(losses[0]) == NUM_STEPS

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parent.parent / "recovery"))
 sys.path.append(str(Path(__file__).parent.parent / "stand_ins"))  # of Transformer Engine
 from faults import Faults
-from parallel.expert_models import OwnExperts
+from parallel.expert_models import OwnExperts, make_model
 
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.memory import offload
-from hyperpod_plugins.parallel import SequenceContext, clip_grad_norm_
+from hyperpod_plugins.parallel import SequenceContext, balance_experts, clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
@@ -60,10 +60,13 @@ class Net(nn.Module):
         self.register_buffer("num_calls", torch.zeros(()))
         if "OWN" in os.environ:
             self.register_buffer("mean", torch.zeros(WIDTH))
+        if "BIAS" in os.environ:  # a language model whose loss is added to each number
+            self.language_model = balance_experts(make_model("glm4_moe"), method="bias", bias_rate=0.01)
         if EXPERTS:
             self.router, self.experts = nn.Linear(WIDTH, 4), OwnExperts(num_experts=4, width=WIDTH)
 
     def forward(self, x):
+        given = x
         if self.training:
             self.num_calls += 1
             if "OWN" in os.environ:  # of the samples of this rank, and used
@@ -74,6 +77,9 @@ class Net(nn.Module):
         for layer in self.layers:
             x = self.dropout(torch.relu(layer(x)))
         x = x.mean(1) if IS_TE else x
+        if "BIAS" in os.environ:
+            tokens = (given.abs() * 20).long() % 62
+            x = x + self.language_model(input_ids=tokens, labels=tokens).loss
         if EXPERTS:
             weights, chosen = self.router(x).softmax(dim=1).topk(2, dim=1)
             x = x + self.experts(x, chosen, weights)

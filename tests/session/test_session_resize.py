@@ -166,6 +166,35 @@ def test_experts_and_sequences_that_are_divided_among_ranks_grow_and_shrink(tmp_
             assert torch.equal(results[rank][name], results[rank + 2][name]), name
 
 
+def test_biases_of_routers_move_alike_while_the_job_grows_and_is_repaired(tmp_path, tmp_path_factory):
+    """By the tokens of all replicas, whatever their number; a worker is killed, too."""
+    nodes = LoopNodes(tmp_path, "", num_ranks=2)
+    biased = {"BIAS": "1", "REPRODUCIBLE": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2"}
+    nodes.environ |= biased
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.kill_rank(1)
+        nodes.await_size(4)
+        nodes.lose("b")
+        nodes.await_size(2)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    environ = {"STEPS": str(num_steps), **biased}
+    calm = run_job(LoopNodes.script, tmp_path_factory.mktemp("calm"), num_ranks=2, environ=environ, args=PRELOAD)
+    assert calm.code == 0, calm.output[-8000:]
+    for rank, wanted in enumerate(calm.results(2)):
+        found = torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)
+        del wanted["state"]["num_calls"]  # a larger world has fewer micro-steps
+        assert any(value.any() for name, value in wanted["state"].items() if name.endswith("correction_bias"))
+        for name, value in wanted["state"].items():
+            assert torch.equal(found["state"][name], value), name
+
+
 def test_a_replica_that_joins_gets_the_scales_of_transformer_engine(tmp_path):
     """They depend on more passes than it makes itself, and without them replicas would differ."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
