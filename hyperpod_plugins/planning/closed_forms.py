@@ -239,9 +239,10 @@ def regained_time_ratio(
 ) -> float:
     """Time ratio if a failure takes the job back to a copy in memory, made every `regain_every_s` of work.
 
-    `(1 + s / d) (1 + w / t) e^(D / M) / (1 - d / 2M)`, with `d = regain_every_s`: the interval of snapshots, which
-    stall training for `stall_s` each, or one step if replicas hold the state. Checkpoints, which stall for `save_s`
-    every `interval_s`, are kept for the case that memory does not suffice.
+    `e^(D / M) ((1 + s / d) / (1 - d / 2M) + M (e^(w / M) - 1) / t)`, with `d = regain_every_s`: the interval of
+    snapshots, which stall training for `stall_s` each, or one step if replicas hold the state. Checkpoints, which stall
+    for `save_s` every `interval_s`, are kept for the case that memory does not suffice; one that is interrupted is
+    saved again.
 
     Assumes exponential failures, `regain_every_s` much shorter than `mtbf_s`, a downtime that starts again if another
     failure happens in it, and that a copy always survives. It is infinite where a copy is never reached.
@@ -253,8 +254,8 @@ def regained_time_ratio(
     lost = regain_every_s / (2 * mtbf_s)
     if lost >= 1:
         return math.inf
-    stalls = (1 + stall_s / regain_every_s) * (1 + save_s / interval_s)
-    return stalls * (1 + _expm1(downtime_s / mtbf_s)) / (1 - lost)
+    running = (1 + stall_s / regain_every_s) / (1 - lost) + uninterrupted_time_s(mtbf_s, save_s) / interval_s
+    return running * (1 + _expm1(downtime_s / mtbf_s))
 
 
 def replica_groups_ettr(
