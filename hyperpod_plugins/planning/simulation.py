@@ -43,6 +43,7 @@ GIVE_UP = 10.0
 SPENT = ("work", "redone", "snapshots", "saves", "detect", "waiting", "recovery", "fewer replicas")
 """On what a run spends its time. Their sum is its wall time."""
 _FAILURES_PER_WINDOW = 256
+_MOST_FAILURES = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class SimulatedRuns:
         """Price of all nodes, spares included, from start to end."""
         num_nodes = self.scenario.num_nodes + self.policy.num_spares(self.scenario)
         per_s = self.scenario.price_per_accelerator_hour * self.scenario.accelerators_per_node * num_nodes / 3600
-        return Estimate.of(self.wall_s * per_s)
+        return Estimate.of(self.wall_s * per_s if per_s else np.zeros(self.wall_s.size))
 
 
 def simulate(
@@ -127,12 +128,18 @@ def simulate(
         checkpoint_interval_s: Work between two checkpoints; 0 for the best by closed forms.
 
     Raises:
-        ConfigError: The policy does not suit the job, or a trace of failures does not suit the cluster.
+        ConfigError: The policy does not suit the job, a trace of failures does not suit the cluster, or there would be
+            too many failures.
     """
     if reason := policy.why_not(scenario):
         raise ConfigError(f"the policy {policy.name!r} {reason}; change the scenario, or choose another policy.")
     if num_runs < 2:
         raise ConfigError(f"num_runs={num_runs} must be at least 2: intervals come from the spread of the runs.")
+    if scenario.work_s > _MOST_FAILURES * scenario.mtbf_s:
+        raise ConfigError(
+            f"{scenario.work_s:g} s of work with a failure every {scenario.mtbf_s:g} s are more than the "
+            f"{_MOST_FAILURES:,} failures that are simulated in a run. Give less work, or a lower rate of failures."
+        )
     rng = np.random.default_rng(seed)
     stream = (failures or ExponentialFailures()).start(
         rng, num_runs, scenario.num_nodes, scenario.failures_per_node_hour, lemons or LemonNodes()

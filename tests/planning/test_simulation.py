@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.planning.expected_time import forecast
 from hyperpod_plugins.planning.failures import (
     NO_LEMONS,
     ExponentialFailures,
@@ -14,7 +15,6 @@ from hyperpod_plugins.planning.failures import (
     TraceFailures,
     WeibullFailures,
 )
-from hyperpod_plugins.planning.forecast import forecast
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RetryChain, Scenario, StageTimes
 from hyperpod_plugins.planning.simulation import SPENT, Estimate, simulate
 

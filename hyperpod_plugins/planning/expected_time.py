@@ -160,7 +160,7 @@ def _limits_of_pauses(scenario: Scenario, policy: RecoveryPolicy) -> list[str]:
         limits.append(f"about {num:.2g} returns to a checkpoint are counted by their mean")
     shortage = _shortage(scenario, policy)
     if shortage > 0.001:
-        limits.append(f"{shortage:.1%} of the lost nodes find no spare and wait for one")
+        limits.append(f"{100 * shortage:.1f} % of the lost nodes find no spare and wait for one")
     if policy.capacity == "shrink":
         if max(_pauses_s(scenario, policy)) > 0.005 * scenario.mtbf_s:
             limits.append("pauses are not short compared with the time between failures")
