@@ -20,7 +20,7 @@ from hyperpod_plugins.planning.memory_plan import (
     plan_memory,
     smallest_degrees,
 )
-from hyperpod_plugins.planning.plan import Plan, make_plan
+from hyperpod_plugins.planning.plan import JobPlan, make_plan
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, RetryChain, Scenario, StageTimes
 from hyperpod_plugins.planning.simulation import Estimate, SimulatedRuns, simulate
 
@@ -32,7 +32,7 @@ __all__ = [
     "GIB",
     "LemonNodes",
     "MemoryPlan",
-    "Plan",
+    "JobPlan",
     "RECOVERY_POLICIES",
     "RecoveryPolicy",
     "RetryChain",

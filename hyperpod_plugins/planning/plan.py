@@ -66,7 +66,7 @@ class PlannedPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class JobPlan:
     """What to expect of a job."""
 
     scenario: Scenario
@@ -133,7 +133,7 @@ def make_plan(
     num_runs: int = 200,
     seed: int = 0,
     remarks: tuple[str, ...] = (),
-) -> Plan:
+) -> JobPlan:
     """Simulate a job under every policy that suits it, and compare with closed forms.
 
     Args:
@@ -157,7 +157,7 @@ def make_plan(
         runs = simulate(scenario, policy, failures=failures, lemons=lemons, num_runs=num_runs, seed=seed)
         expected = forecast(scenario, policy, failures=failures, lemons=lemons)
         planned.append(PlannedPolicy(policy=policy, runs=runs, forecast=expected))
-    return Plan(scenario=scenario, num_runs=num_runs, policies=tuple(planned), refused=tuple(refused), remarks=remarks)
+    return JobPlan(scenario=scenario, num_runs=num_runs, policies=tuple(planned), refused=tuple(refused), remarks=remarks)
 
 
 def spares_for(scenario: Scenario, shortage: float = 0.01) -> int:
