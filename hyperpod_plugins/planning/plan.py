@@ -82,7 +82,8 @@ class JobPlan:
         scenario = self.scenario
         size = f"{scenario.num_nodes} nodes x {scenario.accelerators_per_node} accelerators"
         work = f"{scenario.work_s / DAY_S:.4g} days of work, {_duration(scenario.mtbf_s)} between failures"
-        lines = [f"{size}, {scenario.num_replicas} replicas, {work}", *self.remarks, ""]
+        replicas = f"{scenario.num_replicas} replica{'s' if scenario.num_replicas > 1 else ''}"
+        lines = [f"{size}, {replicas}, {work}", *self.remarks, ""]
         lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
         notes = [note for each in self.policies if (note := each.note())]
         notes += [f"{name}: {reason}" for name, reason in self.refused]
@@ -157,7 +158,9 @@ def make_plan(
         runs = simulate(scenario, policy, failures=failures, lemons=lemons, num_runs=num_runs, seed=seed)
         expected = forecast(scenario, policy, failures=failures, lemons=lemons)
         planned.append(PlannedPolicy(policy=policy, runs=runs, forecast=expected))
-    return JobPlan(scenario=scenario, num_runs=num_runs, policies=tuple(planned), refused=tuple(refused), remarks=remarks)
+    return JobPlan(
+        scenario=scenario, num_runs=num_runs, policies=tuple(planned), refused=tuple(refused), remarks=remarks
+    )
 
 
 def spares_for(scenario: Scenario, shortage: float = 0.01) -> int:
@@ -186,6 +189,7 @@ def _sizes(scenario: Scenario) -> Iterator[_Size]:
     if save_s:
         purpose = "work between checkpoints, for restarts from them"
         yield _Size(name="best checkpoint interval (Daly)", value=daly_interval_s(save_s, mtbf_s), purpose=purpose)
+        purpose = "from one checkpoint to the next, to first order"
         yield _Size(name="the same (Young)", value=young_interval_s(save_s, mtbf_s), purpose=purpose)
     in_memory = next(each for each in RECOVERY_POLICIES if each.regain == "replica")
     if in_memory.why_not(scenario) is None:

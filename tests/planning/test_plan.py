@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_the_rate_can_be_given_for_the_whole_job(capsys):
 
 def test_an_odd_number_of_nodes_has_one_replica_by_default(capsys):
     text = printed(capsys, "--nodes", "3", "--mtbf-hours", "10", "--days", "1", "--runs", "5")
-    assert "3 nodes x 8 accelerators, 1 replicas" in text
+    assert "3 nodes x 8 accelerators, 1 replica," in text
     assert "elastic: needs at least 2 replicas" in text
 
 
@@ -232,6 +233,15 @@ def test_files_of_another_form_are_refused(option, content, told, capsys, tmp_pa
     rate = [] if option == "--trace" else ["--mtbf-hours", "10"]
     assert main(["plan", "--nodes", "4", "--days", "1", *rate, option, str(path)]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_guide_shows_what_the_commands_print(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "planning.md").read_text()
+    [command] = [line for line in page.splitlines() if line.startswith("hyperpod plan --nodes 1024")]
+    assert f"```text\n{printed(capsys, *command.split()[2:])}```" in page
+    claims = printed(capsys, "--preset", "seeds").split("\n\n")[0]
+    assert f"```text\n{claims}\n```" in page
+    assert f"It prints {len(published_figures())}, beginning" in page
 
 
 def test_help_shows_defaults_and_no_none(capsys):
