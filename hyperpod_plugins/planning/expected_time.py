@@ -144,6 +144,8 @@ def _limits(
         limits.append("failures are not exponential")
     if lemons.exclude_after and lemons.number(scenario.num_nodes):
         limits.append("lemon nodes are exchanged, so that failures become rarer")
+    if scenario.measured:
+        limits.append("times of stages vary, and are counted by their means")
     if scenario.retries.first_fails:
         limits.append("retries are counted by their mean")
     if policy.regain == "checkpoint" and scenario.work_s < 20 * interval_s:

@@ -142,7 +142,7 @@ def make_plan(
         failures: When nodes fail; exponential by default.
         lemons: How failures are spread over nodes.
         num_runs: Simulated runs for each policy; intervals become narrower with their root.
-        seed: Of all random numbers. All policies meet the same failures, as long as they draw equally many numbers.
+        seed: Of all random numbers. All policies meet the same failures, which narrows the differences between them.
         remarks: Lines for the head of the plan.
 
     Raises:

@@ -90,7 +90,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_stage_arguments(group: Any) -> None:
-    of_file = "JSON file with such times, as a run has measured them; options win"
+    of_file = "JSON file with such times, or lists of measured ones, of which each failure draws one; options win"
     group.add_argument("--stage-times", help=of_file, default=argparse.SUPPRESS)
     for each in fields(StageTimes):
         option, text = f"--{each.name.replace('_', '-')}", f"{_STAGE_HELP[each.name]} (default: {each.default:g})"
@@ -138,7 +138,7 @@ def _scenario(arguments: argparse.Namespace, failures: FailureModel) -> tuple[Sc
     if arguments.nodes is None:
         raise ConfigError("give --nodes, the number of nodes that train; or --preset seeds for published figures.")
     check_numbers(positive={"--nodes": arguments.nodes, "--accelerators-per-node": arguments.accelerators_per_node})
-    stages = _stages(arguments)
+    stages, measured = _stages(arguments)
     if arguments.days is None and arguments.steps is None:
         raise ConfigError("give --days or --steps, the length of the work without failures.")
     work_s = arguments.days * DAY_S if arguments.days is not None else arguments.steps * stages.step_s
@@ -154,6 +154,7 @@ def _scenario(arguments: argparse.Namespace, failures: FailureModel) -> tuple[Sc
         price_per_accelerator_hour=arguments.price,
         node_loss_fraction=arguments.node_loss_fraction,
         stages=stages,
+        measured=measured,
         retries=NAMED_RETRIES[arguments.retries],
     )
     if arguments.spares is None:
@@ -175,20 +176,25 @@ def _failures_per_node_hour(arguments: argparse.Namespace, failures: FailureMode
     return arguments.failures_per_node_day * HOUR_S / DAY_S
 
 
-def _stages(arguments: argparse.Namespace) -> StageTimes:
-    """Times from a file, and from the options, which win."""
-    given: dict[str, Any] = {} if arguments.stage_times is None else _read_json(arguments.stage_times, "--stage-times")
+def _stages(arguments: argparse.Namespace) -> tuple[StageTimes, dict[str, tuple[float, ...]]]:
+    """Times from a file, and from the options, which win; and lists of measured times in the file."""
+    path = arguments.stage_times
+    given: dict[str, Any] = {} if path is None else _read_json(path, "--stage-times")
     names = [each.name for each in fields(StageTimes)]
     if unknown := sorted(set(given) - set(names)):
-        raise UnknownKeyError(
-            f"--stage-times {arguments.stage_times} has {format_list(unknown)}; allowed are {', '.join(names)}."
+        raise UnknownKeyError(f"--stage-times {path} has {format_list(unknown)}; allowed are {', '.join(names)}.")
+    lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    if wrong := [name for name, values in lists.items() if not values or not all(map(_is_number, values))]:
+        raise ConfigError(
+            f"--stage-times {path}: {format_list(wrong)} must be a number of seconds, or a list of at least one."
         )
-    if wrong := [
-        name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)
-    ]:
-        raise ConfigError(f"--stage-times {arguments.stage_times}: {format_list(wrong)} must be numbers of seconds.")
-    options = vars(arguments)
-    return StageTimes(**given | {name: options[name] for name in names if options[name] is not None})
+    options = {name: value for name in names if (value := vars(arguments)[name]) is not None}
+    stages = replace(StageTimes.means_of(lists), **options)
+    return stages, {name: tuple(each) for name, each in lists.items() if len(each) > 1 and name not in options}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_json(path: str, option: str) -> dict[str, Any]:

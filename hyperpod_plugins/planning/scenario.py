@@ -8,10 +8,11 @@ ledger of a run: the names are those of its categories.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal, Self
 
-from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.errors import ConfigError, UnknownKeyError, format_list
 from hyperpod_plugins.planning.closed_forms import (
     DAY_S,
     HOUR_S,
@@ -56,6 +57,11 @@ class StageTimes:
     def __post_init__(self) -> None:
         """Check that all are times."""
         check_numbers(at_least_zero=asdict(self), positive={"step_s": self.step_s})
+
+    @classmethod
+    def means_of(cls, measured: Mapping[str, Sequence[float]]) -> Self:
+        """Means of times that a run has measured, by the names of the fields; defaults where it has none."""
+        return cls(**{name: math.fsum(times_s) / len(times_s) for name, times_s in measured.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +120,23 @@ class Scenario:
     node_loss_fraction: float = NODE_LOSS_FRACTION
     """Part of the failures after which the node has to be replaced; after the others a new process starts on it."""
     stages: StageTimes = field(default_factory=StageTimes)
+    measured: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """Times of a run, by fields of `StageTimes`: the simulation draws one of them for each failure, where there are
+    any, instead of the mean. Times of steps, snapshots and saves are always means."""
     retries: RetryChain = field(default_factory=RetryChain)
 
     def __post_init__(self) -> None:
         """Check sizes and rates."""
+        names = [each.name for each in fields(StageTimes)]
+        if unknown := sorted(set(self.measured) - set(names)):
+            raise UnknownKeyError(f"measured times of {format_list(unknown)}; allowed are {', '.join(names)}.")
+        if empty := sorted(name for name, times_s in self.measured.items() if not times_s):
+            raise ConfigError(
+                f"measured times of {format_list(empty)} are empty; give at least one, or leave them out."
+            )
+        for name, times_s in self.measured.items():
+            for time_s in times_s:
+                check_numbers(at_least_zero={name: time_s})
         rate = {"failures_per_node_hour": self.failures_per_node_hour, "work_s": self.work_s}
         rest = {"price_per_accelerator_hour": self.price_per_accelerator_hour, "num_spares": self.num_spares}
         sizes = {"num_nodes": self.num_nodes, "accelerators_per_node": self.accelerators_per_node}

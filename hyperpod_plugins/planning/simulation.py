@@ -9,8 +9,8 @@ steps as it has failures, and each step is a few operations on arrays with one e
 * A checkpoint stalls training and counts once it is complete. Snapshots slow training down by their stalls, and a
   failure takes the job back to the last one. With replicas it takes the job back to the beginning of the open step.
 * A state is in memory as long as one copy is left: a replica of the same shard, or the buddy's snapshot, on the next
-  node. A copy is away from the failure of its node until the recovery ends. If no copy is left, all processes start
-  again from the last checkpoint.
+  node. A copy is away from the failure of its node or process until the recovery ends. If no copy is left, all
+  processes start again from the last checkpoint.
 * `wait`: the job waits until each lost node is back. `spare` and `standby`: a lost node takes the place of its spare in
   the pool when it is back; the job waits only while the pool is empty. `shrink`: as many whole replicas train as there
   are nodes for, at the same efficiency; what is left over stands by, and its failures interrupt nothing.
@@ -21,7 +21,7 @@ trace has it so.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,12 +140,12 @@ def simulate(
             f"{scenario.work_s:g} s of work with a failure every {scenario.mtbf_s:g} s are more than the "
             f"{_MOST_FAILURES:,} failures that are simulated in a run. Give less work, or a lower rate of failures."
         )
-    rng = np.random.default_rng(seed)
+    of_failures, of_repairs = np.random.default_rng(seed).spawn(2)  # so that all policies meet the same failures
     stream = (failures or ExponentialFailures()).start(
-        rng, num_runs, scenario.num_nodes, scenario.failures_per_node_hour, lemons or LemonNodes()
+        of_failures, num_runs, scenario.num_nodes, scenario.failures_per_node_hour, lemons or LemonNodes()
     )
     interval_s = checkpoint_interval_s or policy.checkpoint_interval_s(scenario)
-    jobs = _Jobs(scenario, policy, stream, interval_s)
+    jobs = _Jobs(scenario, policy, stream, interval_s, of_repairs)
     while not jobs.is_done.all() and stream.now_s < GIVE_UP * scenario.work_s:
         window = stream.until(stream.now_s + _FAILURES_PER_WINDOW * scenario.mtbf_s)
         for column in range(window.times_s.shape[1]):
@@ -171,9 +171,16 @@ def simulate(
 class _Jobs:
     """State of all runs; each array has one element a run, unless its comment says more."""
 
-    def __init__(self, scenario: Scenario, policy: RecoveryPolicy, stream: FailureStream, interval_s: float) -> None:
-        self._scenario, self._policy, self._stream = scenario, policy, stream
-        self._stages, self._rng = scenario.stages, stream.rng
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: RecoveryPolicy,
+        stream: FailureStream,
+        interval_s: float,
+        rng: np.random.Generator,
+    ) -> None:
+        self._scenario, self._stream, self._stages, self._rng = scenario, stream, scenario.stages, rng
+        self._draw = _StageDraws(scenario, rng).draw
         self._interval_s = interval_s
         self._regain_every_s = policy.regain_every_s(scenario)
         self._stall = policy.stall(scenario)
@@ -190,7 +197,7 @@ class _Jobs:
         self._is_restart: Flags = np.zeros(num_runs, np.bool_)
         """Whether that is a restart from a checkpoint."""
         self._copies = _Copies(scenario, policy, num_runs)
-        self._nodes = _Nodes(scenario, policy, num_runs)
+        self._nodes = _Nodes(scenario, policy, num_runs, rng)
         self._num_failed: NDArray[np.int32] = np.zeros((num_runs, scenario.num_nodes), np.int32)
         """How often each node has failed (run, node)."""
         of_lemon, of_others = stream.lemons.rates(scenario.num_nodes, 1.0)
@@ -216,7 +223,7 @@ class _Jobs:
             grows = self._nodes.come_back(runs, return_s[runs]) & (self._resumes_s[runs] <= return_s[runs])
             runs = runs[grows]
             self._detected_s[runs] = self._equipped_s[runs] = return_s[runs]
-            self._resumes_s[runs] = return_s[runs] + self._stages.resize_s
+            self._resumes_s[runs] = return_s[runs] + self._draw("resize_s", runs.size)
 
     def _advance_at_constant_size(self, to_s: Floats) -> None:
         finish_s = self.finish_s()
@@ -251,9 +258,9 @@ class _Jobs:
         runs, times_s, nodes = runs[is_there], times_s[is_there], nodes[is_there]
         is_open = times_s < self._open_until_s[runs]
         num_copies = self._nodes.num_copies[runs]
-        detected_s = times_s + self._stages.detect_s
+        detected_s = times_s + self._draw("detect_s", runs.size)
         is_node_lost = self._rng.random(runs.size) < self._scenario.node_loss_fraction
-        equipped_s, shrinks, interrupts = self._nodes.lose(runs, nodes, detected_s, is_node_lost, self._rng)
+        equipped_s, shrinks, interrupts = self._nodes.lose(runs, nodes, detected_s, is_node_lost)
         if not interrupts.all():
             runs, nodes, num_copies = (each[interrupts] for each in (runs, nodes, num_copies))
             detected_s, equipped_s = detected_s[interrupts], equipped_s[interrupts]
@@ -264,17 +271,21 @@ class _Jobs:
         self.num_fallbacks[runs] += is_restart & ~was_restart
         self._is_restart[runs] = is_restart
         self._go_back(runs, is_open, is_restart)
-        stages = self._stages
-        pause_s = np.where(
-            is_restart,
-            stages.startup_s + stages.checkpoint_restore_s,
-            np.where(shrinks, stages.resize_s, stages.assemble_s + stages.restore_s),
-        )
+        pause_s = self._pause_s(is_restart, shrinks)
         waits_for_s = np.where(is_open, np.maximum(equipped_s, self._equipped_s[runs]), equipped_s)
         self._detected_s[runs] = detected_s
         self._equipped_s[runs] = np.maximum(detected_s, waits_for_s)
         self._resumes_s[runs] = self._equipped_s[runs] + pause_s + self._retries_s(pause_s)
         self._open_until_s[runs] = self._resumes_s[runs]
+
+    def _pause_s(self, is_restart: Flags, shrinks: Flags) -> Floats:
+        """How long recoveries take with all nodes there."""
+        size = is_restart.size
+        restart_s, resize_s, in_place_s = (
+            sum(self._draw(name, size) for name in names)
+            for names in (("startup_s", "checkpoint_restore_s"), ("resize_s",), ("assemble_s", "restore_s"))
+        )
+        return np.where(is_restart, restart_s, np.where(shrinks, resize_s, in_place_s))
 
     def _is_there(self, runs: Integers, times_s: Floats, nodes: Integers) -> Flags:
         """Whether the failure happens: the node is there, and has not been exchanged for a better one."""
@@ -311,6 +322,20 @@ class _Jobs:
         return np.where(self._rng.random(attempt_s.size) < retries.first_fails, extra_s, 0)
 
 
+class _StageDraws:
+    """Times of stages: one of those that a run has measured, or else the mean."""
+
+    def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
+        self._means, self._rng = asdict(scenario.stages), rng
+        self._measured = {name: np.array(times_s, np.float64) for name, times_s in scenario.measured.items()}
+
+    def draw(self, name: str, size: int) -> Floats | float:
+        """Times of a stage for `size` failures."""
+        if name not in self._measured:
+            return self._means[name]
+        return self._rng.choice(self._measured[name], size)
+
+
 class _Copies:
     """Which copies of shards are away in the present recovery of each run."""
 
@@ -343,9 +368,9 @@ class _Copies:
 class _Nodes:
     """Nodes that are away, and what stands in for them."""
 
-    def __init__(self, scenario: Scenario, policy: RecoveryPolicy, num_runs: int) -> None:
-        self._scenario, self._stages, self._shrinks = scenario, scenario.stages, policy.capacity == "shrink"
-        self._start_s = self._stages.spare_start_s if policy.capacity == "spare" else 0.0
+    def __init__(self, scenario: Scenario, policy: RecoveryPolicy, num_runs: int, rng: np.random.Generator) -> None:
+        self._scenario, self._shrinks, self._rng = scenario, policy.capacity == "shrink", rng
+        self._draw, self._spares_start = _StageDraws(scenario, rng).draw, policy.capacity == "spare"
         self.away_until_s: Floats = np.zeros((num_runs, scenario.num_nodes))
         """When a node, or another in its place, is there again (run, node)."""
         self._spares_s: Floats = np.zeros((num_runs, policy.num_spares(scenario)))
@@ -372,31 +397,33 @@ class _Nodes:
         return self.num_copies[runs] > before
 
     def lose(
-        self, runs: Integers, nodes: Integers, detected_s: Floats, is_node_lost: Flags, rng: np.random.Generator
+        self, runs: Integers, nodes: Integers, detected_s: Floats, is_node_lost: Flags
     ) -> tuple[Floats, Flags, Flags]:
         """Note failures; return when all nodes are there again, whether the job shrinks, and whether it is interrupted.
 
         Where a node is not lost, a new process starts on it.
         """
-        back_s = detected_s + self._stages.repair_s
+        back_s = detected_s + self._draw("repair_s", runs.size)
         always = np.ones(runs.size, np.bool_)
         if self._shrinks:
-            return self._leave(runs, nodes, back_s, is_node_lost, rng)
+            return self._leave(runs, nodes, back_s, is_node_lost)
         equipped_s = back_s
         if self._spares_s.shape[1]:
             spares = self._spares_s[runs].argmin(axis=1)
-            equipped_s = np.maximum(detected_s, self._spares_s[runs, spares]) + self._start_s
+            equipped_s = np.maximum(detected_s, self._spares_s[runs, spares])
+            if self._spares_start:
+                equipped_s = equipped_s + self._draw("spare_start_s", runs.size)
             self._spares_s[runs[is_node_lost], spares[is_node_lost]] = back_s[is_node_lost]
         self.away_until_s[runs[is_node_lost], nodes[is_node_lost]] = equipped_s[is_node_lost]
         return np.where(is_node_lost, equipped_s, detected_s), ~always, always
 
     def _leave(
-        self, runs: Integers, nodes: Integers, back_s: Floats, is_node_lost: Flags, rng: np.random.Generator
+        self, runs: Integers, nodes: Integers, back_s: Floats, is_node_lost: Flags
     ) -> tuple[Floats, Flags, Flags]:
         """Lose nodes of a job that goes on without them."""
         per_replica, before = self._scenario.nodes_per_replica, self.num_copies[runs]
         num_there = self._scenario.num_nodes - np.isfinite(self._returns_s[runs]).sum(axis=1)
-        is_idle = rng.random(runs.size) * num_there >= before * per_replica
+        is_idle = self._rng.random(runs.size) * num_there >= before * per_replica
         lost = runs[is_node_lost]
         if lost.size:
             if not np.isinf(self._returns_s[lost]).any(axis=1).all():

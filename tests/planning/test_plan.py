@@ -139,10 +139,11 @@ def test_an_odd_number_of_nodes_has_one_replica_by_default(capsys):
 
 def test_stage_times_come_from_a_file_and_options(capsys, tmp_path):
     path = tmp_path / "times.json"
-    path.write_text(json.dumps({"detect_s": 0.5, "restore_s": 2}))
+    path.write_text(json.dumps({"detect_s": 0.5, "restore_s": 2, "repair_s": [600, 1200]}))
     scenario = json.loads(printed(capsys, *JOB, "--json", "--stage-times", str(path), "--restore-s", "3"))["scenario"]
     assert scenario["stages"]["detect_s"] == 0.5
     assert scenario["stages"]["restore_s"] == 3
+    assert (scenario["stages"]["repair_s"], scenario["measured"]) == (900, {"repair_s": [600, 1200]})
     assert scenario["stages"]["assemble_s"] == StageTimes().assemble_s
 
 
@@ -218,7 +219,9 @@ def test_bad_input_ends_with_code_2_and_says_why(arguments, told, capsys):
     ("option", "content", "told"),
     [
         ("--stage-times", {"detect": 1}, "has detect; allowed are step_s, detect_s"),
-        ("--stage-times", {"detect_s": "1"}, "detect_s must be numbers of seconds"),
+        ("--stage-times", {"detect_s": "1"}, "detect_s must be a number of seconds"),
+        ("--stage-times", {"detect_s": []}, "detect_s must be a number of seconds"),
+        ("--stage-times", {"repair_s": [1, -1]}, "repair_s=-1 must be"),
         ("--stage-times", [1], "must hold a JSON object, but holds a list"),
         ("--trace", {"failures": [[1, 0]]}, "is not of the form"),
         ("--trace", {"duration_s": 9, "failures": [1]}, "is not of the form"),

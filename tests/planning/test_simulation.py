@@ -242,6 +242,26 @@ def test_retries_take_the_time_that_their_mean_says():
     assert retries.mean_s(10) == pytest.approx(0.5 * ((1 + 0.7 + 0.49) * 110 + 0.343 * 1010))
 
 
+def test_measured_times_are_drawn_for_each_failure():
+    measured = {"repair_s": (100.0, 300.0), "detect_s": (5.0,), "restore_s": (1.0, 5.0)}
+    assert StageTimes.means_of(measured) == StageTimes(repair_s=200, detect_s=5, restore_s=3)
+    scenario = replace(BY_HAND, measured=measured)
+    trace = TraceFailures(times_s=(350.0,), nodes=(1,), duration_s=1e6, starts_anywhere=False)
+    runs = simulate(scenario, POLICIES["checkpointless"], failures=trace, num_runs=400, checkpoint_interval_s=100.0)
+    found, counts = np.unique(runs.wall_s.round(6), return_counts=True)
+    assert found.tolist() == [1207, 1211, 1407, 1411]
+    assert counts.min() > 60
+
+
+def test_all_policies_meet_the_same_failures():
+    only_processes = replace(SCENARIOS["processes only"], num_spares=1)
+    numbers = [
+        simulate(only_processes, POLICIES[name], num_runs=20).num_failures for name in ("spares", "standby", "elastic")
+    ]
+    assert (numbers[0] == numbers[1]).all()
+    assert (numbers[0] == numbers[2]).all()
+
+
 def test_equal_seeds_give_equal_runs():
     first, again, other = (simulate(MIDDLE, POLICIES["elastic"], num_runs=5, seed=seed).wall_s for seed in (1, 1, 2))
     assert (first == again).all()
@@ -288,6 +308,8 @@ def test_estimates():
         (lambda: replace(MIDDLE, num_nodes=0), "num_nodes=0"),
         (lambda: replace(MIDDLE, node_loss_fraction=1.5), "node_loss_fraction=1.5"),
         (lambda: StageTimes(step_s=0), "step_s=0"),
+        (lambda: replace(MIDDLE, measured={"repair": (1.0,)}), "measured times of repair; allowed are step_s"),
+        (lambda: replace(MIDDLE, measured={"repair_s": ()}), "measured times of repair_s are empty"),
         (lambda: StageTimes(repair_s=-1), "repair_s=-1"),
         (lambda: RetryChain(first_fails=2), "first_fails=2 must be a probability"),
         (lambda: simulate(replace(MIDDLE, num_spares=0), POLICIES["spares"]), "'spares' needs at least 1 spare"),
