@@ -24,6 +24,7 @@ DEADLINE_S = {
     "resize": 900,
     "reproducible": 900,
     "memory": 1800,
+    "planner": 900,
     "checkpoint": 900,
     "gpu/offload": 10_800,
     "gpu/fp8": 1800,

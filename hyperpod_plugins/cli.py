@@ -6,6 +6,8 @@ hyperpod scale --shard-degree 4
 hyperpod status
 hyperpod preset list|show NAME|write NAME [PATH]|NAME
 hyperpod rehearse --nproc-per-node 4 train.py ARGUMENTS
+hyperpod plan --nodes 256 --failures-per-node-day 0.004 --days 60 --replicas 8 --price 2
+hyperpod plan --preset seeds
 """
 
 import argparse
@@ -20,6 +22,7 @@ from hyperpod_plugins.elastic.store.records import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
 from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, processes, run_chaos, select_agents
 from hyperpod_plugins.fault_injection.faults import FaultKind
+from hyperpod_plugins.planning.plan_command import add_plan_arguments, plan_text
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
 from hyperpod_plugins.recovery.rehearsal_jobs import REHEARSED_PHASES, RehearsalPlan, format_table, rehearse
 
@@ -176,12 +179,25 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     return 0 if all(result.is_good for result in results) else 1
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    lines, is_good = plan_text(arguments)
+    for line in lines:
+        _print(line)
+    return 0 if is_good else 1
+
+
 COMMANDS = (
     Command(
         name="rehearse",
         summary="run a program briefly with a kill in each phase, and report where it does not recover exactly",
         add_arguments=_add_rehearse_arguments,
         run=_rehearse,
+    ),
+    Command(
+        name="plan",
+        summary="expected time and price of a job by policy of recovery, simulated and by closed forms",
+        add_arguments=add_plan_arguments,
+        run=_plan,
     ),
     Command(
         name="scale",

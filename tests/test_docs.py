@@ -697,6 +697,16 @@ class Letters:
         return [ord(letter) - 32 for letter in text]
 
 
+PLANNED = "make_plan(scenario"
+
+
+@fragments("docs/guides/planning.md", PLANNED)
+def planned_jobs(page):
+    page.run(PLANNED)
+    assert [each.policy.name for each in page["plan"].policies][-1] == page["standby"].name == "standby"
+    assert 1 < page["runs"].time_ratio.mean < page["plan"].policies[0].runs.time_ratio.mean
+
+
 DATA = ("def source():", "data[0]", "ckpt_path=...", "data_world_size=8", "BatchCacheConfig(")
 
 

@@ -62,6 +62,12 @@ def test_checkpoints_are_read_back_as_they_were_saved(tmp_path):
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
 
 
+def test_the_planner_simulates_every_policy_under_every_model_of_failures(tmp_path):
+    findings = run_quickly("planner.py", tmp_path)["findings"]  # it fails with more than 10 s for one of them
+    assert len({(each["failures"], each["policy"]) for each in findings["samples"]}) == 2 * 3 * 6
+    assert all(each["time_ratio"] > 1 for each in findings["samples"])
+
+
 def test_the_backend_and_gloo_are_compared_on_the_same_training(tmp_path):
     document = run_quickly("comm_overhead.py", tmp_path)
     plain, again, ours = runs_of(document, ["gloo", "gloo again (control)", "hyperpod"])

@@ -1,0 +1,251 @@
+"""`make_plan`: expected time and price of a job under each policy of recovery, simulated and by closed forms."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hyperpod_plugins.planning.closed_forms import (
+    DAY_S,
+    HOUR_S,
+    copies_needed,
+    daly_interval_s,
+    shrink_break_even_s,
+    spares_needed,
+    young_interval_s,
+)
+from hyperpod_plugins.planning.expected_time import Forecast, forecast
+from hyperpod_plugins.planning.failures import ExponentialFailures, FailureModel, LemonNodes
+from hyperpod_plugins.planning.published_figures import aligned
+from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, Scenario
+from hyperpod_plugins.planning.simulation import GIVE_UP, Estimate, SimulatedRuns, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPolicy:
+    """What a policy would make of the job."""
+
+    policy: RecoveryPolicy
+    runs: SimulatedRuns
+    forecast: Forecast
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the closed form lies within the interval of the simulation."""
+        return self.runs.time_ratio.holds(self.forecast.time_ratio)
+
+    def note(self) -> str:
+        """How the closed form compares, in a sentence, if there is anything to say."""
+        name, reasons = self.policy.name, "; ".join(self.forecast.limits)
+        if self.agrees:
+            return ""
+        if math.isinf(self.runs.time_ratio.mean):
+            return f"{name}: some runs take more than {GIVE_UP:g} times their work, and were given up"
+        differs = f"{100 * (self.forecast.time_ratio / self.runs.time_ratio.mean - 1):+.2f} %"
+        if reasons:
+            return f"{name}: the closed form ({differs}) does not hold here: {reasons}"
+        return f"{name}: the closed form ({differs}) is outside of the interval, which can happen by chance"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        scenario, runs = self.runs.scenario, self.runs
+        spent = {name: float(values.mean()) for name, values in runs.spent_s.items()}
+        return {
+            "policy": self.policy.name,
+            "nodes": scenario.num_nodes + self.policy.num_spares(scenario),
+            "time_ratio": _finite(asdict(runs.time_ratio)),
+            "price": _finite(asdict(runs.price)),
+            "failures": float(runs.num_failures.mean()),
+            "returns_to_checkpoints": float(runs.num_fallbacks.mean()),
+            "checkpoint_interval_s": runs.checkpoint_interval_s,
+            "spent_s": spent,
+            "closed_form_time_ratio": _finite({"": self.forecast.time_ratio})[""],
+            "closed_form_agrees": self.agrees,
+            "closed_form_limits": list(self.forecast.limits),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """What to expect of a job."""
+
+    scenario: Scenario
+    num_runs: int
+    policies: tuple[PlannedPolicy, ...]
+    refused: tuple[tuple[str, str], ...]
+    """Policies that do not suit the job, and why."""
+    remarks: tuple[str, ...] = ()
+    """What was decided before, such as the degrees that fit the memory."""
+
+    def lines(self) -> list[str]:
+        """The plan as text."""
+        scenario = self.scenario
+        size = f"{scenario.num_nodes} nodes x {scenario.accelerators_per_node} accelerators"
+        work = f"{scenario.work_s / DAY_S:.4g} days of work, {_duration(scenario.mtbf_s)} between failures"
+        replicas = f"{scenario.num_replicas} replica{'s' if scenario.num_replicas > 1 else ''}"
+        lines = [f"{size}, {replicas}, {work}", *self.remarks, ""]
+        lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
+        notes = [note for each in self.policies if (note := each.note())]
+        notes += [f"{name}: {reason}" for name, reason in self.refused]
+        intervals = (
+            f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs."
+        )
+        return [*lines, "", intervals, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan, for JSON."""
+        return {
+            "scenario": asdict(self.scenario),
+            "mtbf_s": self.scenario.mtbf_s,
+            "runs": self.num_runs,
+            "policies": [each.as_dict() for each in self.policies],
+            "refused": dict(self.refused),
+            "remarks": list(self.remarks),
+            "sizes": {each.name: each.value for each in _sizes(self.scenario)},
+        }
+
+    def _header(self) -> tuple[str, ...]:
+        price = ("price",) if self.scenario.price_per_accelerator_hour else ()
+        return "policy", "nodes", "days", "5 - 95 %", "useful", "against restart", "closed form", "failures", *price
+
+    def _cells(self, row: PlannedPolicy) -> tuple[str, ...]:
+        ratio, days = row.runs.time_ratio, self.scenario.work_s / DAY_S
+        first = self.policies[0].runs.time_ratio.mean
+        against = "" if row is self.policies[0] or math.isinf(first) else f"{100 * (ratio.mean / first - 1):+.1f} %"
+        spread = f"{_days(ratio.p05 * days, days)} - {_days(ratio.p95 * days, days)}"
+        cells = (
+            row.policy.name,
+            str(self.scenario.num_nodes + row.policy.num_spares(self.scenario)),
+            _with_interval(ratio, days),
+            spread,
+            f"{100 / ratio.mean:.2f} %",
+            against,
+            _days(row.forecast.time_ratio * days, days),
+            f"{row.runs.num_failures.mean():.1f}",
+        )
+        return (*cells, _money(row.runs.price)) if self.scenario.price_per_accelerator_hour else cells
+
+
+def make_plan(
+    scenario: Scenario,
+    *,
+    failures: FailureModel | None = None,
+    lemons: LemonNodes | None = None,
+    num_runs: int = 200,
+    seed: int = 0,
+    remarks: tuple[str, ...] = (),
+) -> JobPlan:
+    """Simulate a job under every policy that suits it, and compare with closed forms.
+
+    Args:
+        scenario: The job.
+        failures: When nodes fail; exponential by default.
+        lemons: How failures are spread over nodes.
+        num_runs: Simulated runs for each policy; intervals become narrower with their root.
+        seed: Of all random numbers. All policies meet the same failures, which narrows the differences between them.
+        remarks: Lines for the head of the plan.
+
+    Raises:
+        ConfigError: A trace of failures does not suit the cluster, or there are fewer than 2 runs.
+    """
+    failures, lemons = failures or ExponentialFailures(), lemons or LemonNodes()
+    planned: list[PlannedPolicy] = []
+    refused: list[tuple[str, str]] = []
+    for policy in RECOVERY_POLICIES:
+        if reason := policy.why_not(scenario):
+            refused.append((policy.name, reason))
+            continue
+        runs = simulate(scenario, policy, failures=failures, lemons=lemons, num_runs=num_runs, seed=seed)
+        expected = forecast(scenario, policy, failures=failures, lemons=lemons)
+        planned.append(PlannedPolicy(policy=policy, runs=runs, forecast=expected))
+    return JobPlan(
+        scenario=scenario, num_runs=num_runs, policies=tuple(planned), refused=tuple(refused), remarks=remarks
+    )
+
+
+def spares_for(scenario: Scenario, shortage: float = 0.01) -> int:
+    """Smallest number of spares with which at most this part of the lost nodes finds none."""
+    if scenario.node_loss_fraction == 0:
+        return 1
+    loss_mtbf_s = scenario.mtbf_s / scenario.node_loss_fraction
+    return spares_needed(loss_mtbf_s, scenario.stages.detect_s + scenario.stages.repair_s, shortage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """A number that closed forms recommend."""
+
+    name: str
+    value: float
+    purpose: str
+    is_duration: bool = True
+
+    def cells(self) -> tuple[str, str, str]:
+        return self.name, _duration(self.value) if self.is_duration else str(int(self.value)), self.purpose
+
+
+def _sizes(scenario: Scenario) -> Iterator[_Size]:
+    stages, mtbf_s, save_s = scenario.stages, scenario.mtbf_s, scenario.stages.checkpoint_save_s
+    if save_s:
+        purpose = "work between checkpoints, for restarts from them"
+        yield _Size(name="best checkpoint interval (Daly)", value=daly_interval_s(save_s, mtbf_s), purpose=purpose)
+        purpose = "from one checkpoint to the next, to first order"
+        yield _Size(name="the same (Young)", value=young_interval_s(save_s, mtbf_s), purpose=purpose)
+    in_memory = next(each for each in RECOVERY_POLICIES if each.regain == "replica")
+    if in_memory.why_not(scenario) is None:
+        rare_s = in_memory.checkpoint_interval_s(scenario)
+        purpose = "for failures that leave no copy; at most a day"
+        yield _Size(name="checkpointless: checkpoint interval", value=rare_s, purpose=purpose)
+    yield _Size(name="snapshot interval", value=scenario.snapshot_every_s, purpose="work between snapshots in memory")
+    purpose = "at most 1 % of the lost nodes find none"
+    yield _Size(name="spares", value=spares_for(scenario), purpose=purpose, is_duration=False)
+    window_s = stages.detect_s + in_memory.pause_s(stages) + scenario.node_loss_fraction * stages.repair_s
+    rate = scenario.failures_per_node_hour
+    if rate * window_s < HOUR_S:
+        copies = copies_needed(scenario.nodes_per_replica, rate, window_s, scenario.work_s)
+        purpose = "at most 1 % risk that all copies of a shard are lost in the run"
+        yield _Size(name="replicas", value=copies, purpose=purpose, is_duration=False)
+    if scenario.num_replicas > 1:
+        at_least_s = shrink_break_even_s(scenario.num_replicas, 1, stages.resize_s)
+        yield _Size(name="shrinking pays from", value=at_least_s, purpose="if a replacement takes longer than that")
+
+
+def _duration(seconds: float) -> str:
+    for name, unit_s in (("days", DAY_S), ("h", HOUR_S), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def _days(value: float, work: float) -> str:
+    """Days, to a thousandth of the work."""
+    if math.isinf(value):
+        return f"> {GIVE_UP * work:.4g}"
+    return f"{value:.{_decimals(work / 1000)}f}"
+
+
+def _decimals(precision: float) -> int:
+    return max(0, -math.floor(math.log10(precision)))
+
+
+def _with_interval(ratio: Estimate, days: float) -> str:
+    if math.isinf(ratio.mean):
+        return f"> {GIVE_UP * days:.4g}"
+    half = max((ratio.high - ratio.mean) * days, days * 1e-5)
+    digits = _decimals(half)
+    return f"{ratio.mean * days:.{digits}f} (+- {half:.{digits}f})"
+
+
+def _money(price: Estimate) -> str:
+    if math.isinf(price.mean):
+        return "?"
+    units = ((" M", 1e6), (" k", 1e3), ("", 1.0))
+    name, unit = next((each for each in units if price.mean >= each[1]), units[-1])
+    half = max((price.high - price.mean) / unit, price.mean / unit * 1e-5)
+    digits = _decimals(half)
+    return f"{price.mean / unit:,.{digits}f}{name} (+- {half:.{digits}f})"
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """The same with None for what is infinite, which JSON does not have."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
