@@ -75,13 +75,13 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
+from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
 from hyperpod_plugins.parallel.host_optimizer import uses_host_memory
 from hyperpod_plugins.parallel.hsdp import (
-    fsdp_units,
     reduce_root_in_backward,
     reshard,
     root_gathered_for_its_parts,
@@ -91,6 +91,7 @@ from hyperpod_plugins.parallel.hsdp import (
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0
 from hyperpod_plugins.parallel.topology import update_group_members
+from hyperpod_plugins.parallel.transformers_mesh import serve_meshes
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
 from hyperpod_plugins.recovery.local_objects import ProgramState
@@ -237,6 +238,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             timeout=self._timeout,
             pg_options=self._comm,
         )
+        serve_meshes()
 
     # -- topology and rank-local state --------------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if any(True for _ in fsdp_units(module)):
+        if is_sharded_by_program(module):
             refuse_other_layers(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")
