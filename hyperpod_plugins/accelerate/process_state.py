@@ -23,7 +23,6 @@ from hyperpod_plugins.comm.groups import has_joined
 from hyperpod_plugins.env import WorkerEnv, accelerate_variables
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
-from hyperpod_plugins.parallel.transformers_mesh import serve_meshes
 
 
 class ResizableJob(Protocol):
@@ -68,7 +67,6 @@ def join(comm: CommOptions, timeout_s: float) -> None:
     Raises:
         ConfigError: the process already belongs to a group with another backend.
     """
-    serve_meshes()
     if has_joined():
         return
     env = WorkerEnv.from_environ()

@@ -91,7 +91,6 @@ from hyperpod_plugins.parallel.hsdp import (
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0
 from hyperpod_plugins.parallel.topology import update_group_members
-from hyperpod_plugins.parallel.transformers_mesh import serve_meshes
 from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
 from hyperpod_plugins.recovery.local_objects import ProgramState
@@ -238,7 +237,6 @@ class HyperPodStrategy(ModelParallelStrategy):
             timeout=self._timeout,
             pg_options=self._comm,
         )
-        serve_meshes()
 
     # -- topology and rank-local state --------------------------------------------------------------------------
 

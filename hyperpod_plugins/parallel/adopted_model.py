@@ -9,9 +9,14 @@ model without values remains, which `parallelize` shards as any other. `AdoptedS
 parameter: from the shard of this rank where both layouts give every rank the same part, else from the whole parameter,
 which is gathered over transformers' mesh, one at a time. The degrees at loading need not be those of the training.
 
-A process that replaces a lost rank, or joins a job that grows, loads the model alone. It needs only the model's
-structure, as its values come from the other ranks: nothing is gathered there. The groups of transformers' meshes must
-not wait for other ranks then, either: see `transformers_mesh.py`.
+A process that replaces a lost rank, or joins a job that grows, loads the model alone, and with groups that are not
+connected. It needs only the model's structure, as its values come from the other ranks: nothing is gathered there.
+transformers' groups are closed on all ranks once the model is adopted, so that neither a recovery nor a resize meets
+them.
+
+[Note: meshes that are equal] DTensor's caches give a tensor the mesh of an earlier tensor if the two meshes differ only
+in their groups, and those of the earlier one may be closed, of a model that was adopted before. So what is gathered
+names the mesh of its own model.
 """
 
 # Neither FSDP2 nor transformers has a public way to undo what it does to a module.
@@ -30,13 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm import ResilientProcessGroup, group_health
 from hyperpod_plugins.delayed_init.materialize import allocate, copy_shard_
 from hyperpod_plugins.delayed_init.tape import full_name, own_tensors
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES
 from hyperpod_plugins.parallel.topology import EXPERT_SHARD
-from hyperpod_plugins.parallel.transformers_mesh import destroy_groups
 from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
 
 _STYLES = "transformers.distributed."
@@ -79,7 +83,7 @@ def release_shards(model: nn.Module) -> "AdoptedShards | None":
         _refuse_foreign_shards(model)
         return None
     _refuse_unserved(model, parts)
-    adopted = AdoptedShards(parts)
+    adopted = AdoptedShards(model, parts)
     for part in parts:
         for module in part.modules():
             _remove_fsdp(module)
@@ -88,21 +92,21 @@ def release_shards(model: nn.Module) -> "AdoptedShards | None":
             _forget_distribution(module)
         for mark in _MARKS:
             vars(part).pop(mark, None)
-    adopted.take_from(model)
+    adopted.take_from(model)  # from plain modules
     return adopted
 
 
 class AdoptedShards:
     """The parameters of a model as transformers had sharded them."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
-        """Keep the meshes of models that are about to be released."""
+    def __init__(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        """Keep the meshes of the models in a module that are about to be released."""
         self.parameters: dict[str, DTensor] = {}
         """By name in the model."""
-        self._meshes: list[DeviceMesh] = []
-        for part in parts:
-            both: Any = vars(part)[_MESHES]
-            self._meshes += [both._dense_mesh, both._expert_mesh]
+        self._meshes: dict[str, Any] = {
+            name: vars(part)[_MESHES] for name, part in model.named_modules() if any(part is each for each in parts)
+        }
+        """Of each of the models, by its name in the module."""
 
     def take_from(self, model: nn.Module) -> None:
         """Replace a model's sharded parameters by plain ones on the meta device; what is tied stays tied."""
@@ -139,10 +143,35 @@ class AdoptedShards:
             same = same.to(device)
             dist.all_reduce(same, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
             for (target, name), is_same in zip(targets, same.tolist(), strict=True):
-                _fill(target, self.parameters.pop(name), mesh, device, is_same=bool(is_same))
-            dist.barrier()  # no rank may still receive from a group that another one destroys
+                former = self.parameters.pop(name)
+                if is_same:
+                    _copy_part(target, former, mesh, device)
+                else:
+                    self._copy_whole(target, former, name, device)
+            dist.barrier()  # no rank may still receive from a group that another one closes
         self.parameters.clear()
-        destroy_groups(self._meshes)
+        self._close_groups()
+
+    @torch.no_grad()
+    def _copy_whole(self, target: Tensor, former: DTensor, name: str, device: torch.device) -> None:
+        """Gather a former parameter, and fill one with the values that rank 0 has gathered."""
+        owner = max((each for each in self._meshes if not each or name.startswith(f"{each}.")), key=len)
+        mesh = self._meshes[owner].get_mesh(former.device_mesh.mesh_dim_names)  # see [Note: meshes that are equal]
+        shape, stride = former.shape, former.stride()
+        own = DTensor.from_local(
+            former.to_local(), mesh, former.placements, run_check=False, shape=shape, stride=stride
+        )
+        whole = own.full_tensor().to(device).contiguous()
+        dist.broadcast(whole, src=0)
+        copy_shard_(target, whole)
+
+    def _close_groups(self) -> None:
+        """Close transformers' groups. c10d keeps their names, of which it makes those of later groups."""
+        for meshes in self._meshes.values():
+            for mesh in (meshes._dense_mesh, meshes._expert_mesh):
+                for group in map(mesh.get_group, range(mesh.ndim)):
+                    if group is not dist.group.WORLD and isinstance(group, ResilientProcessGroup):
+                        group.shutdown()
 
 
 def _is_of_program(attribute: str) -> bool:
@@ -150,14 +179,9 @@ def _is_of_program(attribute: str) -> bool:
 
 
 @torch.no_grad()
-def _fill(target: Tensor, former: DTensor, mesh: DeviceMesh, device: torch.device, *, is_same: bool) -> None:
-    """Fill a parameter with the values of the former one, those of the first rank that has them."""
-    if not is_same:
-        whole = former.detach().full_tensor().to(device).contiguous()
-        dist.broadcast(whole, src=0)
-        copy_shard_(target, whole)
-        return
-    part = former.detach().to_local().to(device).contiguous()
+def _copy_part(target: Tensor, former: DTensor, mesh: DeviceMesh, device: torch.device) -> None:
+    """Fill this rank's part of a parameter from that of the former one, or of the first rank that has this part."""
+    part = former.to_local().to(device).contiguous()
     for group in _groups_of_copies(target, mesh) if part.numel() else ():
         dist.broadcast(part, group=group, group_src=0)
     assert isinstance(target, DTensor)

@@ -13,7 +13,6 @@ from hyperpod_plugins.elastic.membership.elastic_spec import elastic_spec_of
 from hyperpod_plugins.env import WorkerEnv
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_data_group, build_mesh
 from hyperpod_plugins.parallel.topology import update_group_members
-from hyperpod_plugins.parallel.transformers_mesh import serve_meshes
 from hyperpod_plugins.recovery import SAVING_GROUP, Member, NullMember, RecoveryOptions
 
 
@@ -55,7 +54,6 @@ class LoopContext:
         self.rank, self.world_size = self._rank_and_world_size()
         if not has_joined():
             join_world(comm, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
-        serve_meshes()
         self.topology: Topology
         self.mesh: DeviceMesh
         self.data_group: dist.ProcessGroup
