@@ -161,7 +161,11 @@ class AdoptedShards:
         own = DTensor.from_local(
             former.to_local(), mesh, former.placements, run_check=False, shape=shape, stride=stride
         )
-        whole = own.full_tensor().to(device).contiguous()
+        placements = list(former.placements)
+        for axis in reversed(range(mesh.ndim)):
+            placements[axis] = Replicate()
+            own = own.redistribute(placements=placements)
+        whole = own.to_local().to(device).contiguous()
         dist.broadcast(whole, src=0)
         copy_shard_(target, whole)
 
@@ -288,6 +292,12 @@ def _refuse_foreign_shards(model: nn.Module) -> None:
 def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
     inside = {module for part in parts for module in part.modules()}
     kind = type(parts[0]).__name__
+    beside = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
+    if beside:
+        raise NotBuiltYetError(
+            f"{format_list(beside)} have no values yet, beside a {kind} that transformers has sharded. Build the whole "
+            "model inside delayed_init, with from_pretrained without distributed_config or tp_plan, or no part of it."
+        )
     for part in parts:
         meshes: Any = vars(part)[_MESHES]
         if meshes.get_mesh("pp").size() > 1:
@@ -305,12 +315,6 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
         raise ConfigError(
             f"{foreign[0] or type(model).__name__} was sharded by the program around or beside {kind}, which "
             "transformers has sharded. Leave fully_shard out; this package shards all of it."
-        )
-    beside = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
-    if beside:
-        raise NotBuiltYetError(
-            f"{format_list(beside)} have no values yet, beside a {kind} that transformers has sharded. Build the whole "
-            "model inside delayed_init, with from_pretrained without distributed_config or tp_plan, or no part of it."
         )
     _refuse_changed(model, inside, kind)
 
