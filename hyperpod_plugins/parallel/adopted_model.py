@@ -7,23 +7,20 @@ transformers splits such a model by tensors, by experts and by FSDP2, over meshe
 not survive the loss of a rank. `release_shards` takes the shards out of the model and undoes the rest, so that a plain
 model without values remains, which `parallelize` shards as any other. `AdoptedShards.give_to` then fills each
 parameter: from the shard of this rank where both layouts give every rank the same part, else from the whole parameter,
-which is gathered over transformers' mesh, one at a time. The degrees at loading need not be those of the training.
+which the ranks that hold it send, one parameter at a time (`adopted_parts.py`). The degrees at loading need not be
+those of the training.
 
 A process that replaces a lost rank, or joins a job that grows, loads the model alone, and with groups that are not
-connected. It needs only the model's structure, as its values come from the other ranks: nothing is gathered there.
-transformers' groups are closed on all ranks once the model is adopted, so that neither a recovery nor a resize meets
-them.
-
-[Note: meshes that are equal] DTensor's caches give a tensor the mesh of an earlier tensor if the two meshes differ only
-in their groups, and those of the earlier one may be closed, of a model that was adopted before. So what is gathered
-names the mesh of its own model.
+connected. It needs only the model's structure, as its values come from the other ranks: nothing is sent there.
+transformers' groups are closed on all ranks as the model is released, and nothing is communicated over them, so that
+neither a recovery nor a resize meets them.
 """
 
 # Neither FSDP2 nor transformers has a public way to undo what it does to a module.
 # pyright: reportPrivateUsage=false
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -39,6 +36,7 @@ from hyperpod_plugins.comm import ResilientProcessGroup, group_health
 from hyperpod_plugins.delayed_init.materialize import allocate, copy_shard_
 from hyperpod_plugins.delayed_init.tape import full_name, own_tensors
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
+from hyperpod_plugins.parallel.adopted_parts import gather_whole
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES
 from hyperpod_plugins.parallel.topology import EXPERT_SHARD
 from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
@@ -107,6 +105,7 @@ class AdoptedShards:
             name: vars(part)[_MESHES] for name, part in model.named_modules() if any(part is each for each in parts)
         }
         """Of each of the models, by its name in the module."""
+        _close_groups([mesh for each in self._meshes.values() for mesh in (each._dense_mesh, each._expert_mesh)])
 
     def take_from(self, model: nn.Module) -> None:
         """Replace a model's sharded parameters by plain ones on the meta device; what is tied stays tied."""
@@ -126,9 +125,8 @@ class AdoptedShards:
     def give_to(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, on_host: Collection[int]) -> None:
         """Allocate the parameters of the model, which is sharded again, and fill them; a collective of all ranks.
 
-        Afterwards all copies of a part are equal, and transformers' groups are destroyed. About one whole parameter is
-        in memory at a time, and the former shard of each until it is filled. A process without connections only
-        allocates.
+        Afterwards all copies of a part are equal. About one whole parameter is in memory at a time, and the former
+        shard of each until it is filled. A process without connections only allocates.
 
         Args:
             model: as `parallelize` has sharded it.
@@ -139,43 +137,31 @@ class AdoptedShards:
         allocate(model, device, on_host)
         if not group_health.suppresses_collectives:
             targets = [(each, name) for name, each in model.named_parameters() if name in self.parameters]
-            same = torch.tensor([_cuts(each) == _cuts(self.parameters[name]) for each, name in targets], dtype=torch.int)
-            same = same.to(device)
+            are_same = [_cuts(each) == _cuts(self.parameters[name]) for each, name in targets]
+            same = torch.tensor(are_same, dtype=torch.int, device=device)
             dist.all_reduce(same, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
             for (target, name), is_same in zip(targets, same.tolist(), strict=True):
                 former = self.parameters.pop(name)
                 if is_same:
                     _copy_part(target, former, mesh, device)
                 else:
-                    self._copy_whole(target, former, name, device)
-            dist.barrier()  # no rank may still receive from a group that another one closes
+                    copy_shard_(target, self._whole(former, name, device))
         self.parameters.clear()
-        self._close_groups()
 
-    @torch.no_grad()
-    def _copy_whole(self, target: Tensor, former: DTensor, name: str, device: torch.device) -> None:
-        """Gather a former parameter, and fill one with the values that rank 0 has gathered."""
+    def _whole(self, former: DTensor, name: str, device: torch.device) -> Tensor:
+        """Return a whole parameter, of which ranks have parts."""
         owner = max((each for each in self._meshes if not each or name.startswith(f"{each}.")), key=len)
-        mesh = self._meshes[owner].get_mesh(former.device_mesh.mesh_dim_names)  # see [Note: meshes that are equal]
-        shape, stride = former.shape, former.stride()
-        own = DTensor.from_local(
-            former.to_local(), mesh, former.placements, run_check=False, shape=shape, stride=stride
-        )
-        placements = list(former.placements)
-        for axis in reversed(range(mesh.ndim)):
-            placements[axis] = Replicate()
-            own = own.redistribute(placements=placements)
-        whole = own.to_local().to(device).contiguous()
-        dist.broadcast(whole, src=0)
-        copy_shard_(target, whole)
+        meshes = self._meshes[owner]
+        is_of_experts = {"ep", "efsdp"} & {*(former.device_mesh.mesh_dim_names or ())}
+        return gather_whole(name, former, meshes._expert_mesh if is_of_experts else meshes._dense_mesh, device)
 
-    def _close_groups(self) -> None:
-        """Close transformers' groups. c10d keeps their names, of which it makes those of later groups."""
-        for meshes in self._meshes.values():
-            for mesh in (meshes._dense_mesh, meshes._expert_mesh):
-                for group in map(mesh.get_group, range(mesh.ndim)):
-                    if group is not dist.group.WORLD and isinstance(group, ResilientProcessGroup):
-                        group.shutdown()
+
+def _close_groups(meshes: Iterable[DeviceMesh]) -> None:
+    """Close the groups of meshes. c10d keeps their names: it makes those of later groups by the number of names."""
+    for mesh in meshes:
+        for group in map(mesh.get_group, range(mesh.ndim)):
+            if group is not dist.group.WORLD and isinstance(group, ResilientProcessGroup):
+                group.shutdown()
 
 
 def _is_of_program(attribute: str) -> bool:
@@ -275,22 +261,31 @@ def _restore_experts(module: Any) -> None:
 
 
 def _refuse_foreign_shards(model: nn.Module) -> None:
-    """Refuse DTensors that neither transformers nor FSDP2 has made: they are on meshes that we do not know."""
+    """Refuse shards that neither FSDP2 nor the transformers that we know has made: we do not know their meshes.
+
+    Earlier releases of transformers kept their shards as plain tensors, of a smaller shape.
+    """
+    for part in model.modules():
+        if (vars(part).get("_tp_size") or 1) > 1:
+            raise NotBuiltYetError(
+                f"{type(part).__name__} was sharded by a transformers that keeps no meshes with the model. Use "
+                "transformers 5.23 or later, or load the model without tp_plan; tensor_parallel_degree splits it."
+            )
     if any(isinstance(part, FSDPModule) for part in model.modules()):
         return
     names = [name for name, each in model.named_parameters() if isinstance(each, DTensor)]
     if names:
         mesh = cast("DTensor", model.get_parameter(names[0])).device_mesh
         raise ConfigError(
-            f"{format_list(names)} of {type(model).__name__} are sharded already, over {mesh}, and are of no model that "
-            "from_pretrained of transformers 5.23 or later has sharded. Leave tensor parallelism to this package "
+            f"{format_list(names)} of {type(model).__name__} are sharded already, over {mesh}, and are of no model "
+            "that from_pretrained of transformers 5.23 or later has sharded. Leave tensor parallelism to this package "
             "(tensor_parallel_degree), or shard the whole model by the program, by fully_shard over the mesh of this "
             "package."
         )
 
 
 def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
-    inside = {module for part in parts for module in part.modules()}
+    inside: set[object] = {module for part in parts for module in part.modules()}
     kind = type(parts[0]).__name__
     beside = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
     if beside:
@@ -310,7 +305,8 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
                 f"{kind} was sharded by transformers and is quantized, which cannot be adopted yet. Load it without "
                 "distributed_config or tp_plan; this package shards it."
             )
-    foreign = [name for name, module in model.named_modules() if isinstance(module, FSDPModule) and module not in inside]
+    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    foreign = [name for name, module in units if module not in inside]
     if foreign:
         raise ConfigError(
             f"{foreign[0] or type(model).__name__} was sharded by the program around or beside {kind}, which "
@@ -319,7 +315,7 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
     _refuse_changed(model, inside, kind)
 
 
-def _refuse_changed(model: nn.Module, inside: set[nn.Module], kind: str) -> None:
+def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
     """Refuse a model that has run, or that the program has changed."""
     has_run = any(isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root is not None for each in inside)
     if has_run or any(isinstance(each, DTensor) and each.grad is not None for each in model.parameters()):

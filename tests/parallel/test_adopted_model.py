@@ -15,6 +15,7 @@ from torch import nn
 pytest.importorskip("transformers", minversion="5.23")
 CASES = {
     ("llama", "tensor 2, shard 2"): (dict(tp_size=2, fsdp_size=2), dict(tensor_parallel_degree=2)),
+    ("llama", "tensor 2, shard 2 become shard 4"): (dict(tp_size=2, fsdp_size=2), {}),  # 62 rows do not divide evenly
     ("qwen3", "tensor 2 of replicas"): (
         dict(tp_size=2, dp_replicate_size=2),
         dict(tensor_parallel_degree=2, hybrid_shard_degree=1),
@@ -101,6 +102,37 @@ def test_adopted_models_train_as_those_that_were_loaded_whole(run_ranks, folder)
         assert_close(results, train_alone(make(case[0])), (case[0], "tensor"))
 
 
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 13, 62])
+@pytest.mark.parametrize("tensors", [1, 2, 3])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_fsdp_shards_the_part_of_a_tensor_rank(size, tensors, shards):
+    """As `torch.chunk` does, after tensor parallelism, although its axis comes first."""
+    from hyperpod_plugins.parallel.adopted_parts import Cut, pieces
+
+    def chunk(values, number, index):
+        chunks = values.chunk(number)
+        return chunks[index] if index < len(chunks) else values[:0]
+
+    cuts = [Cut(axis="tp", dim=0, num_ranks=tensors), Cut(axis="fsdp", dim=0, num_ranks=shards)]
+    for tensor in range(tensors):
+        for shard in range(shards):
+            found = [row for piece in pieces(size, 0, cuts, (tensor, shard)) for row in piece]
+            assert found == chunk(chunk(torch.arange(size), tensors, tensor), shards, shard).tolist()
+            assert pieces(5, 1, cuts, (tensor, shard)) == [range(5)]
+
+
+def test_a_packed_parameter_is_divided_group_by_group():
+    from hyperpod_plugins.parallel.adopted_parts import Cut, pieces
+
+    packed = Cut(axis="tp", dim=0, num_ranks=2, num_groups=2)
+    assert pieces(12, 0, [packed], (1,)) == [range(3, 6), range(9, 12)]
+    assert pieces(12, 0, [packed, Cut(axis="fsdp", dim=0, num_ranks=2)], (1, 1)) == [range(9, 12)]
+    assert pieces(12, 0, [packed, Cut(axis="fsdp", dim=0, num_ranks=4)], (1, 1)) == [range(5, 6), range(9, 10)]
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +161,11 @@ def save_and_load(folder, saved):
     writer.save(saved, model=model, optimizers=[optimizer])
     writer.close()
     wanted = everything(model, optimizer)
-    for degrees, options in (({"tp_size": 4}, {}), (None, {"tensor_parallel_degree": 2}), ({"fsdp_size": 4}, {"expert_parallel_degree": 4})):
+    for degrees, options in (
+        ({"tp_size": 4}, {}),
+        (None, {"tensor_parallel_degree": 2}),
+        ({"fsdp_size": 4}, {"expert_parallel_degree": 4}),
+    ):
         model, optimizer = trained(degrees, options, num_steps=0)
         load_checkpoint(saved, model=model, optimizers=[optimizer])
         found = everything(model, optimizer)
@@ -205,13 +241,15 @@ def refusals(folder):
     hooked.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
     foreign = make("llama")
     parallelize_module(foreign.model.layers[0].mlp.up_proj, init_device_mesh(DEVICE, (2,)), ColwiseParallel())
+    older = make("llama")
+    older._tp_size = 2
     with delayed_init():
         beside = nn.ModuleList([nn.Linear(2, 2)])
     beside.append(load(folder, "llama", {"tp_size": 2}))
     with delayed_init():
         within = load(folder, "llama", {"tp_size": 2})
     models = {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
-    models |= {"beside": beside, "within": within}
+    models |= {"older": older, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
     return found
@@ -223,6 +261,7 @@ WORDS = {
     "wrapped": "forward of model.layers.0.mlp.up_proj was replaced",
     "hooked": "gradient hooks of model.embed_tokens.weight",
     "foreign": "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM are sharded already",
+    "older": "Use transformers 5.23 or later",
     "beside": "0.weight, 0.bias have no values yet",
     "within": "have no values yet",
 }

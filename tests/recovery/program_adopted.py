@@ -68,7 +68,9 @@ def main():
             break
     state = {name: each.detach().to_local().cpu() for name, each in model.named_parameters()}
     state |= {name: each.cpu() for name, each in model.named_buffers()}
-    torch.save({"state": state, "last": loss, "repairs": len(session.repairs)}, faults.folder / f"result-{faults.rank}.pt")
+    torch.save(
+        {"state": state, "last": loss, "repairs": len(session.repairs)}, faults.folder / f"result-{faults.rank}.pt"
+    )
 
 
 if __name__ == "__main__":
