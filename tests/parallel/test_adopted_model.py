@@ -273,3 +273,63 @@ def test_models_that_cannot_be_adopted_are_refused_by_name(run_ranks, folder):
     assert found.keys() == WORDS.keys()
     for name, words in WORDS.items():
         assert words in found[name], (name, found[name])
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+OPTIONS = {"hybrid_shard_degree": 1, "tensor_parallel_degree": 2}
+NUM_STEPS = 3
+
+
+def tokens_of_steps():
+    return torch.arange(2 * NUM_STEPS * 8).view(-1, 8) % 62
+
+
+def train_with_accelerate(folder, degrees):
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+
+    accelerator, losses = HyperPodPlugin(**OPTIONS).accelerator(), []
+    model = load(folder, "llama", degrees).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for tokens in tokens_of_steps().to(accelerator.device).split(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_with_lightning(folder, degrees):
+    import lightning.pytorch as pl
+    from device import ACCELERATOR
+
+    from hyperpod_plugins.lightning import HyperPodStrategy
+
+    losses = []
+
+    class Module(pl.LightningModule):
+        def configure_model(self):
+            self.net = load(folder, "llama", degrees).train()
+
+        def training_step(self, batch, _):
+            loss = self.net(input_ids=batch, labels=batch).loss
+            losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = HyperPodStrategy(**OPTIONS)
+    trainer = pl.Trainer(accelerator=ACCELERATOR, devices=2, strategy=strategy, max_epochs=1, **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(tokens_of_steps(), batch_size=2))
+    return losses
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("train", [train_with_accelerate, train_with_lightning])
+def test_each_adapter_adopts_a_model_that_has_fsdp_units(run_ranks, folder, train):
+    plain = run_ranks(train, folder, None, world_size=2, timeout_s=150)
+    assert len(plain[0]) == NUM_STEPS
+    assert run_ranks(train, folder, {"fsdp_size": 2}, world_size=2, timeout_s=150) == plain
