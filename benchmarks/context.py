@@ -6,11 +6,11 @@
     context 2  both ranks train on both samples, each on its part of the tokens
 
 Both compute the same global batch, with sharding over the two ranks. Where the degree divides the heads of keys and
-values, attention exchanges heads (Ulysses); in the second comparison, of a model with one such head, keys and values
-are gathered. Both must show the same losses.
+values, attention exchanges heads (Ulysses). In the second comparison, of a model with one such head, keys and values
+are gathered, or go round a ring. All must show the same losses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,22 @@ import torch.distributed as dist
 from benchmarks import harness, ranks, report
 from benchmarks.throughput import DEVICE, RandomTokens, largest_loss_difference, make_model, make_optimizer
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.parallel.config import ContextCommType
 
 SEQUENCE = 512
 HEADS = 8
 LIMIT = 1.10  # what exchanged heads may take more than no context parallelism
 
 
-def train(turns: Iterator[int], degree: int, key_value_heads: int, sequence: int) -> list[float]:
+def train(
+    turns: Iterator[int], degree: int, comm_type: ContextCommType, key_value_heads: int, sequence: int
+) -> list[float]:
     """A plain loop; the losses of the global batch."""
     if DEVICE == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("hyperpod")
     world_size = dist.get_world_size()
-    config = ParallelConfig(hybrid_shard_degree=world_size, context_parallel_degree=degree)
+    config = ParallelConfig(hybrid_shard_degree=world_size, context_parallel_degree=degree, context_comm_type=comm_type)
     mesh = build_mesh(config.topology(world_size), DEVICE)
     model = parallelize(make_model(sequence, HEADS, key_value_heads).to(DEVICE), mesh, config)
     optimizer = make_optimizer(model)
@@ -48,12 +51,16 @@ def train(turns: Iterator[int], degree: int, key_value_heads: int, sequence: int
     return (mean / world_size).tolist()
 
 
-def compare(name: str, key_value_heads: int, sequence: int, schedule: harness.Schedule) -> harness.Comparison:
+def compare(
+    comm_types: Mapping[str, ContextCommType], key_value_heads: int, sequence: int, schedule: harness.Schedule
+) -> harness.Comparison:
+    """Compare ways to communicate, by their names, with none."""
     sizes = {"key_value_heads": key_value_heads, "sequence": sequence}
-    degrees = {"none": 1, "none again (control)": 1, f"context 2, {name}": 2}
+    whole = {"degree": 1, "comm_type": "auto"}
+    ways = {"none": whole, "none again (control)": whole}
+    ways |= {f"context 2, {name}": {"degree": 2, "comm_type": comm_type} for name, comm_type in comm_types.items()}
     contenders = [
-        ranks.Contender(name=way, train=train, world_size=2, kwargs={"degree": degree, **sizes})
-        for way, degree in degrees.items()
+        ranks.Contender(name=name, train=train, world_size=2, kwargs={**way, **sizes}) for name, way in ways.items()
     ]
     title = f"Llama, {sequence} tokens a rank, {HEADS} heads, {key_value_heads} of keys and values, {DEVICE}"
     return harness.compare(title, contenders, schedule)
@@ -67,8 +74,10 @@ def main() -> None:
     ranks.preload(["transformers.models.llama.modeling_llama", "hyperpod_plugins.parallel"])
     schedule = harness.Schedule.from_arguments(arguments, rounds=60, starts=6, steps=2)
     comparisons, differences = [], {}
-    for name, key_value_heads, limit in (("heads exchanged", HEADS, LIMIT), ("keys gathered", 1, None)):
-        comparison = compare(name, key_value_heads, arguments.sequence, schedule)
+    exchanged: dict[str, ContextCommType] = {"heads exchanged": "a2a"}
+    others: dict[str, ContextCommType] = {"keys gathered": "all_gather", "keys in a ring": "p2p"}
+    for comm_types, key_value_heads, limit in ((exchanged, HEADS, LIMIT), (others, 1, None)):
+        comparison = compare(comm_types, key_value_heads, arguments.sequence, schedule)
         comparisons.append(comparison)
         report.print_comparison(comparison)
         for run in comparison.runs[1:]:

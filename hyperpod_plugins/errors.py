@@ -32,6 +32,7 @@ A message says what was given, what is allowed, and what to do next, in one para
 """
 
 import math
+import re
 from collections.abc import Iterable
 from numbers import Real
 
@@ -41,6 +42,20 @@ def format_list(names: Iterable[str], at_most: int = 5) -> str:
     listed = list(names)
     more = len(listed) - at_most
     return ", ".join(listed[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
+def name_pattern(name: str) -> str:
+    """Return the name of a module with `*` for each number in it, such as `layers.*.mlp`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def format_modules(names: Iterable[str], at_most: int = 5) -> str:
+    """Like `format_list`, with one pattern, and how many it stands for, for names that differ in numbers only."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(name_pattern(name), []).append(name)
+    texts = (alike[0] if len(alike) == 1 else f"{len(alike)} {pattern}" for pattern, alike in patterns.items())
+    return format_list(texts, at_most)
 
 
 def whole_number(name: str, value: object) -> int:

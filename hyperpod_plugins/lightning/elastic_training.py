@@ -50,7 +50,7 @@ from hyperpod_plugins.lightning.compat import Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader, sample_weight_of
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.config import refuse_degrees
+from hyperpod_plugins.parallel.config import INSIDE_SHARD_AXIS, refuse_degrees
 from hyperpod_plugins.parallel.replica_mean import (
     FixedOrderAveraging,
     GradAveraging,
@@ -261,9 +261,10 @@ class ElasticState:
             ConfigError: the batch cannot be split, or the world is smaller or larger than the limits allow.
         """
         is_first = self._topology is None
-        refuse_degrees(config, ["context_parallel_degree"], "ElasticTraining")
+        if self.options.averages_replicas:
+            refuse_degrees(config, ["context_parallel_degree"], "reproducible=True and AdaScale")
         if self.options.shard_degrees or self.options.tensor_degrees:
-            refuse_degrees(config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
+            refuse_degrees(config, INSIDE_SHARD_AXIS, "shard_degrees and tensor_degrees")
         if is_first:
             self._layouts = layouts_of(self.options, config, ranks_per_node)
             config = with_degrees(config, self._known, self._layouts, world_size)
@@ -272,7 +273,7 @@ class ElasticState:
         self.replica_size, self._topology = topology.replica_size, topology
         self._policy, batch = self.options.resolve(topology)
         serving = batch if self.options.reproducible else self.options.batch  # logical shards allow fewer sizes
-        self._sizes = serving.feasible_sizes(self._policy, topology.shard_degree)
+        self._sizes = serving.feasible_sizes(self._policy, topology.data_ranks_per_replica)
         for remark in self.options.remarks if is_first else ():
             if trainer.global_rank == 0:
                 log.warning("the recipe given to ElasticTraining: %s", remark)
@@ -282,7 +283,7 @@ class ElasticState:
                 f"allows {list(self._sizes)}. Start a different number of processes, or change its limits."
                 + "".join(f" The recipe: {remark}." for remark in self.options.remarks)
             )
-        split = batch.split(topology.replicate_degree, topology.shard_degree)
+        split = batch.split(topology.replicate_degree, topology.data_ranks_per_replica)
         self.options.split, self._trainer = split, trainer
         self.options.possible_micro_steps = frozenset(each.num_micro_steps for each in self._splits().values())
         trainer.accumulate_grad_batches = split.num_micro_steps
@@ -298,7 +299,7 @@ class ElasticState:
         for size in self._sizes:
             topology = replace(self._topology, world_size=size * self.replica_size)
             _, batch = self.options.resolve(topology)
-            splits[size] = batch.split(size, topology.shard_degree)
+            splits[size] = batch.split(size, topology.data_ranks_per_replica)
         return splits
 
     def epoch_lengths(self, trainer: Trainer) -> dict[int, tuple[int, int]]:
@@ -344,12 +345,14 @@ class ElasticState:
             )
         return data.build_loader(split, topology.data_rank(trainer.global_rank), partial(TrainerLoader, trainer))
 
-    def random_stream_key(self, micro_step: int, rank: int) -> tuple[int, int]:
-        """The two numbers that key the random stream of a micro-step on a rank."""
+    def random_stream_key(self, micro_step: int, rank: int, *, is_computing: bool) -> tuple[int, int]:
+        """The two numbers that key the random stream of a micro-step on a rank; see `stream_seed`."""
         topology, split = self._topology, self.options.split
         assert topology is not None
         assert split is not None
-        return split.random_stream(micro_step, topology.data_rank(rank))
+        return split.random_stream(
+            micro_step, topology.compute_rank(rank) if is_computing else topology.data_rank(rank)
+        )
 
     def publish_spec(self, trainer: Trainer) -> None:
         """Publish the elastic spec, which lets the job change its size from now on.

@@ -754,7 +754,7 @@ class FitRecovery(NullFitRecovery):
         if not self._is_keyed:
             return
         if self.elastic is not None and part in (BATCH, COMPUTE):
-            stream = self.elastic.random_stream_key(index, self.member.rank)
+            stream = self.elastic.random_stream_key(index, self.member.rank, is_computing=part == COMPUTE)
         else:
             stream = index, self._compute_rank if part == COMPUTE else self._data_rank
         seed_micro_step(self._random_seed, step, *stream, part)

@@ -25,6 +25,8 @@ from hyperpod_plugins.memory.recompute import derived_class
 
 CAUSAL_LOSS = "ForCausalLM"
 """Name by which transformers knows the loss of causal language models."""
+_OLDER_NAME = "LMHeadModel"
+"""How the names of other causal language models end, for which transformers falls back to that loss."""
 _DEFERS = "_hyperpod_defers"
 _CHANGES_OF_LOGITS = (
     "final_logit_softcapping",
@@ -119,6 +121,14 @@ class LogitsNotComputed(UnusableLogits):
         """Return this object: the loss of a chunk is computed in float32."""
         return self
 
+    def __truediv__(self, divisor: object) -> Self:
+        """Return this object if nothing is changed, as where a model's `logits_scaling` is 1."""
+        return self if _is_one(divisor) else _refuse_use("truediv")(self)
+
+    def __mul__(self, factor: object) -> Self:
+        """Return this object if nothing is changed."""
+        return self if _is_one(factor) else _refuse_use("mul")(self)
+
     @classmethod
     def refusal(cls, use: str) -> str:
         """Return the message for a use, such as `logits.mean`."""
@@ -126,6 +136,10 @@ class LogitsNotComputed(UnusableLogits):
             f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Leave "
             "loss_chunks out, or compute what you need of them from hidden states."
         )
+
+
+def _is_one(number: object) -> bool:
+    return isinstance(number, int | float) and number == 1
 
 
 def _refuse_use(name: str) -> Callable[..., NoReturn]:
@@ -143,6 +157,12 @@ for _name in _OPERATORS.split():
     setattr(UnusableLogits, f"__{_name}__", _refuse_use(_name))
 
 
+def is_causal_language_model(part: nn.Module) -> bool:
+    """Whether a module is a causal language model of transformers, whose loss its attribute `loss_type` names."""
+    loss_type = vars(part).get("loss_type", "")
+    return loss_type == CAUSAL_LOSS or (loss_type is None and type(part).__name__.endswith(_OLDER_NAME))
+
+
 def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     """Compute the loss of a Hugging Face causal language model in chunks, in place, when it trains with labels.
 
@@ -150,11 +170,12 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     head get classes of their own, so that copies of the model compute with their weights.
 
     Args:
-        model: A `...ForCausalLM` of transformers, before or after it is sharded.
+        model: A `...ForCausalLM` or `...LMHeadModel` of transformers, before or after it is sharded.
         num_chunks: See `chunked_cross_entropy`.
 
     Raises:
-        ConfigError: The model has another loss or changes its logits before the loss.
+        ConfigError: The model has another loss or changes its logits before the loss, or its `forward` was replaced in
+            the object. A step raises it if the model has computed its loss in another way.
     """
     _check(model)
     kind: Any = type(model)
@@ -168,9 +189,16 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
         labels = given.get("labels", given.get("kwargs", {}).get("labels"))
         own[_DEFERS] = torch.is_grad_enabled() and labels is not None
         try:
-            return kind.forward(self, *args, **kwargs)
+            found = kind.forward(self, *args, **kwargs)
+            is_whole = own[_DEFERS]
         finally:
             own[_DEFERS] = False
+        if is_whole:
+            raise ConfigError(
+                f"{kind.__name__} has computed its loss without its loss_function, so that there were whole logits in "
+                "spite of loss_chunks. Leave loss_chunks out, or a loss of the program or a library that computes it."
+            )
+        return found
 
     def loss_function(self: Any) -> Callable[..., Tensor]:
         return partial(_loss_of, kind.loss_function.__get__(self), _head_of(self), num_chunks)
@@ -216,11 +244,16 @@ def _head_of(model: Any) -> nn.Module:
 def _check(model: nn.Module) -> None:
     """Refuse models that are no causal language models of transformers, or whose loss is not that of their logits."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    loss_type = vars(model).get("loss_type")
-    if getattr(model, "get_output_embeddings", lambda: None)() is None or loss_type != CAUSAL_LOSS:
+    if getattr(model, "get_output_embeddings", lambda: None)() is None or not is_causal_language_model(model):
         raise ConfigError(
             f"loss_chunks is for Hugging Face models with a causal language model's loss; {name} has the loss "
-            f"{loss_type!r}. Call hyperpod_plugins.memory.chunked_cross_entropy in the model instead, or leave it out."
+            f"{vars(model).get('loss_type')!r}. Call hyperpod_plugins.memory.chunked_cross_entropy in the model "
+            "instead, or leave it out."
+        )
+    if "forward" in vars(model):
+        raise ConfigError(
+            f"the forward of {name} was replaced in the object, by the program or a library, where loss_chunks cannot "
+            "change its loss. Leave one of them out."
         )
     from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -27,7 +27,10 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DelayedValues = Literal["every_rank", "rank_0"]
 DELAYED_VALUES: tuple[DelayedValues, ...] = get_args(DelayedValues)
 TensorPlan = Mapping[str, "str | ParallelStyle"]
+ContextCommType = Literal["auto", "a2a", "all_gather", "p2p"]
+CONTEXT_COMM_TYPES: tuple[ContextCommType, ...] = get_args(ContextCommType)
 ALIASES = {
+    "cp_comm_type": "context_comm_type",  # of SMP and of Transformer Engine
     "tensor_parallel_seed": "random_seed",
     "activation_offload": "sm_activation_offloading",
     "activation_checkpointing_offload": "sm_activation_offloading",  # of Accelerate
@@ -64,6 +67,10 @@ class ParallelConfig:
     """Number of ranks that the experts of a layer are divided among. Part of the shard axis."""
     context_parallel_degree: int = 1
     """Number of ranks that a sequence is split over. Part of the shard axis."""
+    context_comm_type: ContextCommType = "auto"
+    """How attention of split sequences communicates: heads are exchanged (`a2a`), keys and values are gathered
+    (`all_gather`), or go round a ring (`p2p`). `auto`: `a2a` where the degree divides the heads, else `all_gather`.
+    """
     random_seed: int = 12345
     """Seed for initializing a model that was built without allocating memory and without a recorded RNG state."""
     sm_activation_offloading: bool | Literal["auto"] = False
@@ -149,6 +156,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"activation_checkpointing must be one of {', '.join(RECOMPUTE)}, but is "
                 f"{self.activation_checkpointing!r}"
+            )
+        if self.context_comm_type not in CONTEXT_COMM_TYPES:
+            raise ConfigError(
+                f"context_comm_type must be one of {', '.join(CONTEXT_COMM_TYPES)}, but is {self.context_comm_type!r}"
             )
         if self.delayed_values not in DELAYED_VALUES:
             raise ConfigError(
@@ -274,7 +285,6 @@ class ParallelConfig:
             )
 
     def _refuse_what_is_not_built(self) -> None:
-        with_contexts = {"tensor_parallel_degree": "the heads of attention would be divided twice"}
         with_experts = {
             "mlp_tiles": "each tile would exchange tokens with other ranks, and again in backward",
             "sequence_parallel": "the results have not been compared with those of one process",
@@ -285,10 +295,7 @@ class ParallelConfig:
             if is_te
             else {}
         )
-        for name, others in (
-            ("expert_parallel_degree", with_experts | beside),
-            ("context_parallel_degree", with_contexts | beside),
-        ):
+        for name, others in (("expert_parallel_degree", with_experts | beside), ("context_parallel_degree", beside)):
             defaults = {field.name: field.default for field in dataclasses.fields(self)}
             asked = [other for other in others if getattr(self, other) != defaults[other]]
             if getattr(self, name) > 1 and asked:
@@ -321,6 +328,10 @@ def fields_given(source: "ParallelConfig | Mapping[str, Any] | str | Path | None
     if isinstance(source, ParallelConfig):
         return known
     return set(_canonical(source if isinstance(source, Mapping) else _read(source), known))
+
+
+INSIDE_SHARD_AXIS = ("context_parallel_degree", "expert_parallel_degree")
+"""Degrees of parts of the shard axis."""
 
 
 def refuse_degrees(config: ParallelConfig, names: Sequence[str], what: str) -> None:

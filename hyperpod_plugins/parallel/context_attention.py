@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import ConfigError
 
@@ -181,9 +182,11 @@ def mean_over_context(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks of the group, bit by bit, and whatever is computed of it has the right gradient.
 
     Args:
-        share: `()`, ranks times this rank's part of the sum that is the loss.
+        share: `()`, ranks times this rank's part of the sum that is the loss; with `loss_parallel` it is a DTensor.
         group: of the ranks that have parts of the same sequences.
     """
+    if isinstance(share, DTensor):
+        share = share.full_tensor()  # tensor peers have the same
     return _SharedMean.apply(share, group)  # pyright: ignore[reportReturnType]
 
 

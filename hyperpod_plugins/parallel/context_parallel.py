@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, IGNORED, UnusableLogits, derived_class
-from hyperpod_plugins.parallel.config import ParallelConfig
+from hyperpod_plugins.memory.chunked_loss import IGNORED, UnusableLogits, derived_class, is_causal_language_model
+from hyperpod_plugins.parallel.config import CONTEXT_COMM_TYPES, ContextCommType, ParallelConfig
 from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend, mean_over_context
 from hyperpod_plugins.parallel.context_checks import (
     SPLIT_INPUTS,
@@ -36,7 +36,8 @@ from hyperpod_plugins.parallel.context_checks import (
     check_unchanged,
     refuse_mixing_modules,
 )
-from hyperpod_plugins.parallel.sequence_context import DEGREES, ContextDegrees, check_alike, shares_heads
+from hyperpod_plugins.parallel.ring_attention import attend_in_ring
+from hyperpod_plugins.parallel.sequence_context import DEGREES, ContextDegrees, check_alike, refuse_dropout
 from hyperpod_plugins.parallel.topology import context_group
 
 _USES_CONTEXT = "uses_sequence_context"
@@ -54,26 +55,43 @@ class ContextAttention:
 
     kind: str
     """Of the heads of one rank: `sdpa` or `eager`."""
-    exchanges_heads: bool
-    """Whether ranks exchange heads; otherwise keys and values are gathered."""
+    comm_type: ContextCommType
+    """How ranks communicate; not `auto`."""
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether each rank has whole sequences of some heads."""
+        return self.comm_type == "a2a"
 
     @property
     def name(self) -> str:
         """Name under which transformers knows it."""
-        return f"hyperpod_context_{self.kind}_{'heads' if self.exchanges_heads else 'keys'}"
+        return f"hyperpod_context_{self.kind}_{self.comm_type}"
 
     @classmethod
-    def of(cls, config: Any, context_degree: int) -> "ContextAttention":
-        """Return the attention of a model with this configuration."""
-        heads = config.num_attention_heads, config.num_key_value_heads
-        kind = config._attn_implementation
-        return cls(kind=kind, exchanges_heads=kind == "sdpa" and shares_heads(context_degree, *heads))
+    def of(cls, config: Any, degrees: ContextDegrees) -> "ContextAttention":
+        """Return the attention of a model with this configuration, whose heads tensor peers divide among them.
+
+        Raises:
+            ConfigError: it cannot communicate as was asked for.
+        """
+        kind, asked = config._attn_implementation, degrees.comm_type
+        if kind == "eager":
+            # Such functions of the models may read parameters of each head, such as sinks, from their module.
+            if asked in ("a2a", "p2p"):
+                raise ConfigError(
+                    f"context_comm_type={asked!r} is for attn_implementation='sdpa', but the attention of this model "
+                    "is 'eager'. Use 'all_gather' or 'auto'."
+                )
+            return cls(kind=kind, comm_type="all_gather")
+        if asked == "p2p":
+            refuse_dropout(getattr(config, "attention_dropout", 0.0))
+        return cls(kind=kind, comm_type=degrees.way_of(config.num_attention_heads, config.num_key_value_heads))
 
 
-# The models' own functions ("eager") may read parameters of each head, such as sinks, from their module: no exchange.
 _ATTENTIONS = [
-    ContextAttention(kind=kind, exchanges_heads=heads)
-    for kind, heads in (("sdpa", True), ("sdpa", False), ("eager", False))
+    *(ContextAttention(kind="sdpa", comm_type=comm_type) for comm_type in CONTEXT_COMM_TYPES if comm_type != "auto"),
+    ContextAttention(kind="eager", comm_type="all_gather"),
 ]
 
 
@@ -100,19 +118,25 @@ def split_contexts(model: nn.Module, config: ParallelConfig, shard_degree: int) 
             "model of your own, see hyperpod_plugins.parallel.SequenceContext; otherwise use "
             "context_parallel_degree=1."
         )
-    degrees = ContextDegrees(shard_degree=shard_degree, context_degree=degree)
+    tensor_degree = config.tensor_parallel_degree
+    degrees = ContextDegrees(
+        shard_degree=shard_degree,
+        tensor_degree=tensor_degree,
+        context_degree=degree,
+        comm_type=config.context_comm_type,
+    )
     if is_own:
         refuse_mixing_modules(model)
     else:
         _split_language_model(found[0], model, degrees)
-    context_group(shard_degree, degree)  # there must be one
+    context_group(shard_degree, tensor_degree, degree)  # there must be one
     for part in model.modules():
         vars(part)[DEGREES] = degrees
 
 
 def causal_language_models(model: nn.Module) -> list[Any]:
     """Return the modules of a model that are causal language models of transformers."""
-    return [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    return [part for part in model.modules() if is_causal_language_model(part)]
 
 
 def context_degree_of(model: nn.Module) -> int:
@@ -126,7 +150,7 @@ def _split_language_model(model: Any, root: nn.Module, degrees: ContextDegrees) 
 
     kind: Any = type(model)
     check_split_model(model, root, kind.loss_function.__get__(model))
-    attention = ContextAttention.of(model.config, degrees.context_degree)
+    attention = ContextAttention.of(model.config, degrees)
     _register()
     choosing: list[Any] = [
         part for part in model.modules() if isinstance(part, PreTrainedModel) or "is_causal" in vars(part)
@@ -368,7 +392,7 @@ def _mask(
             f"asks for another mask ({getattr(mask_function, '__qualname__', mask_function)})."
         )
     is_whole = sequences.documents is None and sequences.padding is None
-    if layout.exchanges_heads and is_whole and not is_windowed(mask_function):
+    if attention.comm_type != "all_gather" and is_whole and not is_windowed(mask_function):
         return None
     if sequences.documents is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequences.positions, sequences.documents)
@@ -447,7 +471,7 @@ def _attention(
     window = kwargs.get("sliding_window")
     rows = layout.length if layout.exchanges_heads else layout.local_length
     if mask is None:
-        is_exact = layout.exchanges_heads and (window is None or window >= layout.length)
+        is_exact = attention.comm_type != "all_gather" and (window is None or window >= layout.length)
     else:
         is_exact = tuple(mask.shape[2:]) == (rows, layout.length)
     is_causal = kwargs.get("is_causal", True) is not False and getattr(module, "is_causal", True)
@@ -458,6 +482,9 @@ def _attention(
             f"mask of its own, a cache, a bias ({', '.join(others) or 'none'}), or is not causal. Use "
             "context_parallel_degree=1."
         )
+    if attention.comm_type == "p2p":
+        refuse_dropout(kwargs.get("dropout", 0.0))
+        return attend_in_ring(query, key, value, mask, layout, group, scale=kwargs.get("scaling")), None
     inner = inner_attention(attention.kind, module)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

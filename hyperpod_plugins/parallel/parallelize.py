@@ -25,7 +25,7 @@ from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensor
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.events import AllocatorWatch
 from hyperpod_plugins.memory.activation_plan import AutomaticPlan
-from hyperpod_plugins.memory.chunked_loss import CAUSAL_LOSS, chunk_loss
+from hyperpod_plugins.memory.chunked_loss import chunk_loss, is_causal_language_model
 from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
@@ -357,7 +357,7 @@ def attach_offload(
 
 def _language_model(model: nn.Module) -> nn.Module:
     """The Hugging Face model for causal language modelling in a module, or the module itself."""
-    found = [part for part in model.modules() if vars(part).get("loss_type") == CAUSAL_LOSS]
+    found = [part for part in model.modules() if is_causal_language_model(part)]
     if len(found) > 1:
         raise ConfigError(
             f"{type(model).__name__} contains {len(found)} causal language models, and loss_chunks is for one. Leave "

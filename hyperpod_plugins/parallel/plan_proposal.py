@@ -11,7 +11,6 @@ A kind of pair that differs, or fails, stays whole.
 import copy
 import inspect
 import logging
-import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hyperpod_plugins.delayed_init.tape import full_name
-from hyperpod_plugins.errors import PlanError, format_list
+from hyperpod_plugins.errors import PlanError, format_list, name_pattern
 from hyperpod_plugins.parallel.tensor_parallel import match_modules
 from hyperpod_plugins.parallel.tensor_plans import owners_with_heads
 from hyperpod_plugins.parallel.tensor_styles import features_dim, in_features, is_conv1d, keep_one_rank, out_features
@@ -281,23 +280,19 @@ def _kinds(model: nn.Module, pairs: list[_Pair]) -> list[list[_Pair]]:
     kinds: dict[tuple[str, ...], list[_Pair]] = {}
     for pair in pairs:
         names = (*pair.columns, pair.row)
-        kinds.setdefault(tuple(_pattern(name) for name in names), []).append(pair)
+        kinds.setdefault(tuple(name_pattern(name) for name in names), []).append(pair)
     return list(kinds.values())
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _patterns(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """A plan by patterns without the numbers of layers, where these match the same modules."""
-    short = {_pattern(name): style for name, style in plan.items()}
+    short = {name_pattern(name): style for name, style in plan.items()}
     return short if match_modules(model, short) == plan else plan
 
 
 def _by_pattern(reasons: dict[str, str]) -> dict[str, str]:
-    number = Counter(map(_pattern, reasons))
-    return {_pattern(name) if number[_pattern(name)] > 1 else name: why for name, why in reasons.items()}
+    number = Counter(map(name_pattern, reasons))
+    return {name_pattern(name) if number[name_pattern(name)] > 1 else name: why for name, why in reasons.items()}
 
 
 # -- comparison -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage
 
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.config import ContextCommType
 from hyperpod_plugins.parallel.context_attention import SequenceLayout, all_gather, attend, mean_over_context, sdpa
+from hyperpod_plugins.parallel.ring_attention import attend_in_ring
 from hyperpod_plugins.parallel.topology import context_group
 
 DEGREES = "_hyperpod_context"
@@ -26,15 +29,30 @@ _DIGESTED = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextDegrees:
-    """What identifies the context group of a model."""
+    """What identifies the context group of a model, and how it communicates."""
 
     shard_degree: int
+    tensor_degree: int
     context_degree: int
+    comm_type: ContextCommType = "auto"
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Group of the ranks that have parts of the same sequences."""
-        return context_group(self.shard_degree, self.context_degree)
+        return context_group(self.shard_degree, self.tensor_degree, self.context_degree)
+
+    def way_of(self, num_heads: int, num_key_value_heads: int) -> ContextCommType:
+        """Return how attention with so many heads communicates, which tensor peers may divide among them.
+
+        Raises:
+            ConfigError: ranks are to exchange heads, and cannot share them equally.
+        """
+        return comm_type_of(
+            self.comm_type,
+            self.context_degree,
+            num_heads // self.tensor_degree,
+            num_key_value_heads // self.tensor_degree,
+        )
 
 
 class SequenceContext:
@@ -56,9 +74,11 @@ class SequenceContext:
     their attribute `treats_tokens_alone` is True. In a model that was not parallelized, the part is the whole.
     """
 
-    def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, layout: SequenceLayout, group: dist.ProcessGroup | None, device: torch.device, *, is_ring: bool = False
+    ) -> None:
         """Use `SequenceContext.of`."""
-        self._layout, self._group = layout, group
+        self._layout, self._group, self._is_ring = layout, group, is_ring
         self._rank = 0 if group is None else group.rank()
         self.positions = layout.positions(self._rank, device)
         """Positions of this rank's tokens in their sequences, `(local length,)`."""
@@ -70,24 +90,24 @@ class SequenceContext:
         Args:
             module: one of the model that was parallelized.
             length: of the sequences.
-            num_heads: number of heads of the attention.
+            num_heads: number of heads of the attention, which tensor peers may divide among them.
             num_key_value_heads: number of heads of keys and values; 0 for as many as `num_heads`.
 
         Raises:
-            ConfigError: the ranks cannot have parts of equal length.
+            ConfigError: the ranks cannot have parts of equal length, or cannot exchange heads as they are asked to.
         """
         device = next(module.parameters()).device
         degrees: ContextDegrees | None = vars(module).get(DEGREES)
         if degrees is None:
             return cls(SequenceLayout(length=length, degree=1, exchanges_heads=True), None, device)
-        shares = shares_heads(degrees.context_degree, num_heads, num_key_value_heads or num_heads)
-        layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=shares)
+        way = degrees.way_of(num_heads, num_key_value_heads or num_heads)
+        layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=way == "a2a")
         if layout.length != length:
             raise ConfigError(
                 f"sequences of {length} tokens cannot be divided over {degrees.context_degree} ranks of a context "
                 f"group. Pad them to {layout.length}."
             )
-        return cls(layout, degrees.group, device)
+        return cls(layout, degrees.group, device, is_ring=way == "p2p")
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor whose dimension `dim` is the sequence.
@@ -132,7 +152,7 @@ class SequenceContext:
 
         layout, device = self._layout, query.device
         mask = None
-        if window or not layout.exchanges_heads:
+        if window or not (layout.exchanges_heads or self._is_ring):
             columns = torch.arange(layout.length, device=device)
             rows = (columns if layout.exchanges_heads else layout.positions(self._rank, device))[:, None]
             mask = columns <= rows
@@ -141,6 +161,9 @@ class SequenceContext:
             mask = mask[None, None]
         if self._group is None:
             return compute(query, key, value, mask).transpose(1, 2)
+        if self._is_ring:
+            refuse_dropout(dropout_p)
+            return attend_in_ring(query, key, value, mask, layout, self._group, scale=scale).transpose(1, 2)
         return attend(compute, query, key, value, mask, layout, self._group).transpose(1, 2)
 
     def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
@@ -155,9 +178,37 @@ class SequenceContext:
         return mean_over_context(total * self._layout.degree / count, self._group)
 
 
-def shares_heads(degree: int, num_heads: int, num_key_value_heads: int) -> bool:
-    """Whether the ranks of a context group can share the heads equally, and those of keys and values."""
-    return num_heads % degree == 0 and num_key_value_heads % degree == 0
+def comm_type_of(
+    asked: ContextCommType, degree: int, num_heads: int, num_key_value_heads: int
+) -> Literal["a2a", "all_gather", "p2p"]:
+    """Return how the ranks of a context group communicate for attention with so many heads on each.
+
+    Raises:
+        ConfigError: they are to exchange heads, and cannot share them equally.
+    """
+    shares = num_heads % degree == 0 and num_key_value_heads % degree == 0
+    if asked == "a2a" and not shares:
+        raise ConfigError(
+            f"context_comm_type='a2a', but {degree} ranks of a context group cannot share {num_heads} heads and "
+            f"{num_key_value_heads} heads of keys and values equally. Use 'all_gather', 'p2p' or 'auto', or another "
+            "context_parallel_degree."
+        )
+    if asked == "auto":
+        return "a2a" if shares else "all_gather"
+    return asked
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Refuse dropout of attention weights that are computed part by part.
+
+    Raises:
+        ConfigError: there is some.
+    """
+    if dropout_p:
+        raise ConfigError(
+            f"attention has dropout ({dropout_p}), which context_comm_type='p2p' does not serve. Use 'auto', or leave "
+            "the dropout out."
+        )
 
 
 @_disable_dynamo

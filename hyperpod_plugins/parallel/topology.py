@@ -313,13 +313,14 @@ def build_data_group(topology: Topology) -> dist.ProcessGroup:
 
 
 @_disable_dynamo  # which does not know the members of our groups
-def context_group(shard_degree: int, context_degree: int) -> ResilientProcessGroup:
+def context_group(shard_degree: int, tensor_degree: int, context_degree: int) -> ResilientProcessGroup:
     """Return the group of the ranks that hold the parts of this rank's sequences, which `build_mesh` has created.
 
     Raises:
         ConfigError: there is none with these degrees.
     """
-    return _existing_group(CONTEXT, {"of_shards": shard_degree, "of_contexts": context_degree})
+    degrees = {"of_shards": shard_degree, "of_tensors": tensor_degree, "of_contexts": context_degree}
+    return _existing_group(CONTEXT, degrees)
 
 
 def expert_group(shard_degree: int, tensor_degree: int, expert_degree: int) -> ResilientProcessGroup:

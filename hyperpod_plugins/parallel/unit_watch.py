@@ -60,6 +60,7 @@ from hyperpod_plugins.parallel.gather_trace import (
     is_same_on_ranks,
 )
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
+from hyperpod_plugins.parallel.module_outputs import follow_outputs
 from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction, shard_size
 
 _UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
@@ -100,6 +101,7 @@ def watch_units(model: nn.Module) -> None:
         if not _watches:
             register_optimizer_step_pre_hook(_settle_before_step)
         follow_parameters(group for _, group in units)
+        follow_outputs(model)
         _watches.append(ref(UnitTrace(units)))
 
 
@@ -130,9 +132,13 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None) -> i
     Raises:
         UnitsDiffer: ranks gathered or reduced different units, so that the computed gradients are invalid.
         GatheredParametersWritten: on some rank the program wrote to parameters while they were gathered.
-        ConfigError: on some rank a parameter has a gradient hook, or its gradient is sparse or has a graph.
+        ConfigError: on some rank a parameter has a gradient hook, or its gradient is sparse or has a graph; or a
+            backward has gone past a unit, so that its gradients were not reduced.
     """
-    return _reconcile([watch for watch in _watches_of(model) if watch.trace], flag)
+    watches = _watches_of(model)
+    for watch in watches:
+        watch.refuse_lost_gradients()
+    return _reconcile([watch for watch in watches if watch.trace], flag)
 
 
 def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> int:
@@ -162,9 +168,12 @@ def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
     """Return the watches of models that ran since they were settled and hold a parameter of `optimizer`."""
-    present = [watch for watch in (each() for each in _watches) if watch is not None and watch.trace]
+    present = [watch for watch in (each() for each in _watches) if watch is not None and watch.has_run]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if present else []
-    return [watch for watch in present if watch.holds_any(parameters)]
+    found = [watch for watch in present if watch.holds_any(parameters)]
+    for watch in found:
+        watch.refuse_lost_gradients()
+    return [watch for watch in found if watch.trace]
 
 
 def clear_trace(model: nn.Module) -> None:
@@ -233,6 +242,26 @@ class UnitTrace:
         if not self._trained.shard.requires_grad:
             self._trained = next((each for each in self._parameters if each.shard.requires_grad), self._trained)
         return self._trained.shard.requires_grad
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any unit has communicated, or run in a forward with gradients, since the trace was last settled."""
+        return bool(self.trace) or any(unit.is_active for unit in self._units)
+
+    def refuse_lost_gradients(self) -> None:
+        """Refuse gradients that a backward has left in gathered parameters, as it did not find the unit's outputs.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        lost = [name for name, unit in zip(self._names, self._units, strict=True) if unit.has_lost_gradients]
+        if lost:
+            self.forget()
+            raise ConfigError(
+                f"backward has computed gradients for parameters of {format_list(lost)} that FSDP2 has not reduced: no "
+                "tensor that the module's forward returned leads to the loss. Return such tensors from forward, alone "
+                "or in a list, a dictionary or an object, instead of keeping them elsewhere. Nothing has been updated."
+            )
 
     def reconcile(self, flag: torch.Tensor | None = None) -> int:
         """See `reconcile_gradients`."""
@@ -523,6 +552,17 @@ class _Unit:
     def is_gathered(self) -> bool:
         """Whether its parameters are gathered."""
         return self._group.is_unsharded
+
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether it has run in a forward, and holds gradients of gathered parameters that were to be reduced."""
+        group = self._group
+        return (
+            self.is_active
+            and group.reduce_grads
+            and group.is_unsharded
+            and any(each.is_trained and each.has_gradient for each in self.parameters)
+        )
 
     @property
     def stays_gathered(self) -> bool:

@@ -290,8 +290,7 @@ def smallest_degrees(
     module = model if isinstance(model, nn.Module) else _built(model)
     plan = None
     inner = math.lcm(config.context_parallel_degree, config.expert_parallel_degree)  # inside the shard axis
-    tensor_degrees = _divisors(ranks_per_node or world_size, world_size) if config.context_parallel_degree == 1 else [1]
-    for tensor_degree in tensor_degrees:
+    for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
         split = replace(config, tensor_parallel_degree=tensor_degree, hybrid_shard_degree=0)
         most = world_size // tensor_degree
         for shard_degree in (each for each in _divisors(most, most) if each % inner == 0):
@@ -385,7 +384,7 @@ def _track_step(
         if config.tensor_parallel_degree > 1 and config.sequence_parallel:
             _split_stream(twin, config, tracker)
         if config.context_parallel_degree > 1:
-            length = plan_context_part(twin, config.context_parallel_degree, training.sequence_length)
+            length = plan_context_part(twin, config, training.sequence_length)
             training = replace(training, sequence_length=length)
         else:
             _leave_masks_out(twin)

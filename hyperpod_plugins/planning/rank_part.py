@@ -26,6 +26,8 @@ from hyperpod_plugins.parallel.context_parallel import (
 )
 from hyperpod_plugins.parallel.expert_exchange import Routes, TokenParts, compute_with_experts
 from hyperpod_plugins.parallel.expert_parallel import find_experts
+from hyperpod_plugins.parallel.ring_attention import attend_in_ring
+from hyperpod_plugins.parallel.sequence_context import ContextDegrees
 
 _PLANNED = "hyperpod_plan_context"
 
@@ -47,14 +49,14 @@ class SilentGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
 
-def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
+def plan_context_part(model: nn.Module, config: ParallelConfig, length: int) -> int:
     """Have the attention of a model allocate what it does on a rank of a context group.
 
     The rank's part of a sequence is a sequence of its own for all that treats each token alone.
 
     Args:
         model: contains a causal language model of transformers; it is changed.
-        degree: number of ranks that share a sequence.
+        config: of the plan.
         length: of the sequences.
 
     Returns:
@@ -64,7 +66,7 @@ def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
         ConfigError: context parallelism does not serve the model.
         NotBuiltYetError: the model uses a `SequenceContext`.
     """
-    found = causal_language_models(model)
+    found, degree = causal_language_models(model), config.context_parallel_degree
     if len(found) != 1:
         raise NotBuiltYetError(
             f"context_parallel_degree={degree} is not served yet by the memory plan of {type(model).__name__}, which "
@@ -73,12 +75,18 @@ def plan_context_part(model: nn.Module, degree: int, length: int) -> int:
         )
     language_model: Any = found[0]
     check_split_model(language_model, model, type(language_model).loss_function.__get__(language_model))
-    attention = ContextAttention.of(language_model.config, degree)
+    degrees = ContextDegrees(
+        shard_degree=degree,  # that of the plan does not matter to attention
+        tensor_degree=config.tensor_parallel_degree,
+        context_degree=degree,
+        comm_type=config.context_comm_type,
+    )
+    attention = ContextAttention.of(language_model.config, degrees)
     layout = SequenceLayout.of(length, degree, exchanges_heads=attention.exchanges_heads)
     _register(attention, layout, SilentGroup(degree))
     for part in language_model.modules():
-        if (config := getattr(part, "config", None)) is not None:
-            config._attn_implementation = _PLANNED
+        if (settings := getattr(part, "config", None)) is not None:
+            settings._attn_implementation = _PLANNED
     return layout.local_length
 
 
@@ -90,6 +98,8 @@ def _register(attention: ContextAttention, layout: SequenceLayout, group: dist.P
     def compute_attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        if attention.comm_type == "p2p":
+            return attend_in_ring(query, key, value, mask, layout, group, scale=kwargs.get("scaling")), None
         inner = inner_attention(attention.kind, module)
 
         def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -98,7 +108,7 @@ def _register(attention: ContextAttention, layout: SequenceLayout, group: dist.P
         return attend(compute, query, key, value, mask, layout, group), None
 
     def make_mask(*_: Any, mask_function: Any = None, dtype: torch.dtype = torch.float32, **__: Any) -> Tensor | None:
-        if layout.exchanges_heads and not is_windowed(mask_function):
+        if attention.comm_type != "all_gather" and not is_windowed(mask_function):
             return None
         return torch.empty(1, 1, rows, layout.length, dtype=torch.bool if attention.kind == "sdpa" else dtype)
 

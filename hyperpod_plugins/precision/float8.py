@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, format_list
+from hyperpod_plugins.errors import ConfigError, MissingExtraError, format_modules
 from hyperpod_plugins.precision.transformer_engine import (
     BLOCK_RECIPES,
     DEFAULT_SCALING,
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 Float8Recipe = Literal["none", "rowwise", "tensorwise", "te-fp8", "te-mxfp8", "te-nvfp4"]
 FLOAT8_RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
 _SIDE = 16
+_MOST_NAMES = 16
 _NEEDED, _MAJOR_FOR_BLOCKS = (8, 9), 10
 _CONVERSION = "float8_conversion"
 
@@ -61,12 +62,13 @@ class ConvertedLinears:
         """One line for the log."""
         reasons = Counter(self.left.values())
         named = {reason: [name for name, why in self.left.items() if why == reason] for reason in reasons}
-        left = "; ".join(f"{format_list(names, 3)} ({reason})" for reason, names in named.items())
+        left = "; ".join(f"{format_modules(names, _MOST_NAMES)} ({reason})" for reason, names in named.items())
         return (
             f"float8 ({self.recipe}{', emulated on the CPU' if self.is_emulated else ''}"
             f"{', gathered in float8' if self.gathers_in_float8 else ''}): "
             f"{len(self.converted)} of {len(self.converted) + len(self.left)} linear layers, with "
-            f"{100 * self.share:.0f} % of their parameters" + (f"; not converted: {left}" if left else "")
+            f"{100 * self.share:.0f} % of their parameters: {format_modules(self.converted, _MOST_NAMES)}"
+            + (f"; not converted: {left}" if left else "")
         )
 
 
@@ -139,8 +141,8 @@ def convert_linears(
         MissingExtraError: torchao or Transformer Engine, whichever the recipe needs, is not installed.
     """
     check_float8(recipe)
+    _check_device(recipe, device)  # a library would not help a device without the units
     check_float8_library(recipe)
-    _check_device(recipe, device)
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     side = SIDE_OF_BLOCKS if recipe in BLOCK_RECIPES else _SIDE
     left = _left_out(model, linears, blocks, replaces_modules=recipe in TE_RECIPES, side=side)

@@ -37,7 +37,7 @@ from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
 from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
-from hyperpod_plugins.parallel.config import refuse_degrees
+from hyperpod_plugins.parallel.config import INSIDE_SHARD_AXIS, refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters
 from hyperpod_plugins.parallel.hsdp import reshard_after_evaluations, shards_stay_on_host
@@ -152,9 +152,8 @@ class Session:
         self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
         self._rule.check_batch(follows_world=samples_per_replica > 0)
         _check_batch(global_batch_size, samples_per_replica, elastic=elastic, reproducible=reproducible)
-        if elastic or samples_per_replica:
-            name = "a Session with `elastic` or samples_per_replica"
-            refuse_degrees(self.config, ["context_parallel_degree"], name)
+        if reproducible or self._rule.is_adascale:
+            refuse_degrees(self.config, ["context_parallel_degree"], "reproducible=True and AdaScale")
         if elastic and not self._recovery.enabled:
             raise ConfigError("a Session with `elastic` needs recovery: leave out RecoveryOptions(enabled=False).")
         env, job = WorkerEnv.from_environ(), JobEnv.from_environ() if self._recovery.enabled else None
@@ -165,7 +164,7 @@ class Session:
         self._policy = elastic or None
         self._degrees = as_degrees(shard_degrees, tensor_degrees, reproducible=reproducible)
         if any(self._degrees):
-            refuse_degrees(self.config, ["expert_parallel_degree"], "shard_degrees and tensor_degrees")
+            refuse_degrees(self.config, INSIDE_SHARD_AXIS, "shard_degrees and tensor_degrees")
         if any(self._degrees) and not elastic:
             raise ConfigError("shard_degrees and tensor_degrees need `elastic`: without it a job keeps its processes.")
         self._member: Member | NullMember = NullMember(env.global_rank, env.world_size)
@@ -656,7 +655,7 @@ class Session:
         if not self._reproducible:
             return batch
         assert self._policy is not None
-        return batch.in_logical_shards(self._policy, self.topology.shard_degree)
+        return batch.in_logical_shards(self._policy, self.topology.data_ranks_per_replica)
 
     def _begin_schedule(
         self, trained: SessionState, rates: LearningRates, batch: StepBatch, sizes: Sequence[int]
@@ -689,7 +688,7 @@ class Session:
         Raises:
             ConfigError: the present number of replicas is not among them.
         """
-        sizes = batch.feasible_sizes(policy, self.topology.shard_degree)
+        sizes = batch.feasible_sizes(policy, self.topology.data_ranks_per_replica)
         if self.topology.replicate_degree not in sizes:
             raise ConfigError(
                 f"the job has {self.topology.replicate_degree} replicas of {self._context.replica_size} ranks, but "

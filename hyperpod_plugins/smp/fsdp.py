@@ -304,15 +304,15 @@ def wrap(
     if job.follows_fsdp:
         job = set_shard_degree(translation.config.hybrid_shard_degree)
     _check_groups(job, process_group, device_mesh)
-    is_transformed, from_first_rank = take_transformed(module)
-    if job.topology.tensor_degree > 1 and not is_transformed:
+    transformed = take_transformed(module)
+    if job.topology.tensor_degree > 1 and not transformed:
         raise ConfigError(
             f"tensor_parallel_degree={job.topology.tensor_degree}, but {name} was not given to transform(). Call "
             "model = torch.sagemaker.transform(model) before it is wrapped."
         )
     match_rank_0(
         module,
-        allocates=sync_module_states or from_first_rank,
+        allocates=sync_module_states or any(each.from_first_rank for each in transformed),
         compares_types=False,
         is_delayed_alike=translation.config.delayed_values != "rank_0",
         advice=_ADVICE,
@@ -325,6 +325,11 @@ def wrap(
         hybrid_shard_degree=job.topology.shard_degree,
         sm_activation_offloading=recomputes and translation.config.sm_activation_offloading,
     )
+    asked = {each.cp_comm_type for each in transformed if each.cp_comm_type is not None}
+    if len(asked) > 1:
+        raise ConfigError(f"parts of {name} were given to transform() with different cp_comm_type: {sorted(asked)}")
+    if asked:
+        config = replace(config, context_comm_type=asked.pop())
     parallel.parallelize(module, job.mesh, config)
     vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)
     vars(module)["no_sync"] = partial(without_replica_sync, module)

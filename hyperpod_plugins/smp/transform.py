@@ -57,12 +57,18 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Transformed:
+class Transformed:
+    """What `transform` was told of a model."""
+
     guard: RemovableHandle
+    """Refuses its use before it is wrapped."""
     from_first_rank: bool
+    """Whether rank 0's parameters are used."""
+    cp_comm_type: CpCommType | None
+    """How context parallelism communicates; None if it was not said."""
 
 
-_transformed: WeakKeyDictionary[nn.Module, _Transformed] = WeakKeyDictionary()
+_transformed: WeakKeyDictionary[nn.Module, Transformed] = WeakKeyDictionary()
 
 
 def transform(
@@ -71,7 +77,7 @@ def transform(
     dtype: torch.dtype | None = None,
     config: MoEConfig | None = None,
     load_state_dict_from_rank0: bool = False,
-    cp_comm_type: CpCommType = "p2p",
+    cp_comm_type: CpCommType | None = None,
 ) -> nn.Module:
     """Mark a model for tensor parallelism, and check that it can be split. The FSDP wrap that follows splits it.
 
@@ -82,8 +88,8 @@ def transform(
         config: how experts are balanced, if `smp_moe` is set; None for a model without, or as it balances itself.
         load_state_dict_from_rank0: use rank 0's parameters; those of other ranks may be on the meta device. Holds if
             any call for this model asks for it.
-        cp_comm_type: how context parallelism communicates; without effect: ranks exchange heads where these divide,
-            and gather keys and values otherwise, whatever it says.
+        cp_comm_type: how context parallelism communicates: keys and values go round a ring ("p2p"), or are gathered
+            ("all_gather"). Left out, ranks exchange heads where these divide, and gather keys and values otherwise.
 
     Returns:
         The same model.
@@ -94,7 +100,7 @@ def transform(
         NotBuiltYetError: a tensor plan with styles for experts; see also `balance_experts`.
     """
     job = current_job()
-    if cp_comm_type not in get_args(CpCommType):
+    if cp_comm_type is not None and cp_comm_type not in get_args(CpCommType):
         raise ConfigError(f"cp_comm_type must be one of {', '.join(get_args(CpCommType))}, but is {cp_comm_type!r}")
     if device is not None and torch.device(device).type not in ("meta", job.mesh.device_type):
         raise ConfigError(
@@ -115,16 +121,18 @@ def transform(
     former = _transformed.get(model)
     guard = model.register_forward_pre_hook(_refuse_unwrapped) if former is None else former.guard
     from_first_rank = load_state_dict_from_rank0 or (former is not None and former.from_first_rank)
-    _transformed[model] = _Transformed(guard=guard, from_first_rank=from_first_rank)
+    if cp_comm_type is None and former is not None:
+        cp_comm_type = former.cp_comm_type
+    _transformed[model] = Transformed(guard=guard, from_first_rank=from_first_rank, cp_comm_type=cp_comm_type)
     return model
 
 
-def take_transformed(model: nn.Module) -> tuple[bool, bool]:
-    """Remove the marks of `transform`; return whether there were any, and whether rank 0's parameters are used."""
+def take_transformed(model: nn.Module) -> list[Transformed]:
+    """Remove the marks of `transform`, and return them."""
     found = [_transformed.pop(part) for part in list(model.modules()) if part in _transformed]
     for each in found:
         each.guard.remove()
-    return bool(found), any(each.from_first_rank for each in found)
+    return found
 
 
 def _refuse_unwrapped(model: nn.Module, _: Any) -> None:

@@ -104,7 +104,8 @@ def test_the_batch_is_shared_out_over_the_ranks_that_there_are(job_store):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("context_parallel_degree", {}, "by ElasticTraining"),
+        ("context_parallel_degree", {"reproducible": True}, "by reproducible=True and AdaScale"),
+        ("context_parallel_degree", {"shard_degrees": (4,)}, "by shard_degrees and tensor_degrees"),
         ("expert_parallel_degree", {"shard_degrees": (4,)}, "by shard_degrees and tensor_degrees"),
     ],
 )

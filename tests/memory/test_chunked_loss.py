@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import types
 
 import pytest
 import torch
@@ -155,6 +156,67 @@ def test_a_model_that_only_converts_its_logits():
     wanted = model(tokens(), labels=tokens()).loss
     chunk_loss(model, 4)
     assert_close(model(tokens(), labels=tokens()).loss.detach(), wanted.detach())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=WIDTH,
+                n_layer=1,
+                n_head=2,
+                n_positions=TOKENS,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
+        ),
+        lambda: transformers.GraniteForCausalLM(
+            transformers.GraniteConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=WIDTH,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+            )
+        ),
+    ],
+    ids=["another name", "logits divided by 1"],
+)
+def test_models_of_other_kinds_with_the_same_loss(build):
+    torch.manual_seed(0)
+    model = build().train()
+    wanted = model(tokens(), labels=tokens()).loss
+    chunk_loss(model, 4)
+    assert (
+        largest_logits(lambda: assert_close(model(tokens(), labels=tokens()).loss.detach(), wanted.detach()))
+        <= TOKENS / 2 + 1
+    )
+
+
+def test_losses_that_are_computed_in_another_way_are_refused():
+    """As libraries of kernels do, which replace the forward of an object, or of a class."""
+    model = tiny_llama()
+    model.forward = types.MethodType(type(model).forward, model)
+    with pytest.raises(ConfigError, match="forward of LlamaForCausalLM was replaced in the object"):
+        chunk_loss(model, 4)
+
+    class Fused(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            hidden = self.model(input_ids).last_hidden_state
+            if self.training:
+                logits = F.linear(hidden, self.lm_head.weight)
+                return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return self.loss_function(self.lm_head(hidden), labels, VOCABULARY)
+
+    fused = Fused(tiny_llama().config).train()
+    fused.loss_type = "ForCausalLM"
+    chunk_loss(fused, 4)
+    with pytest.raises(ConfigError, match="Fused has computed its loss without its loss_function"):
+        fused(tokens(), tokens())
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from hyperpod_plugins.parallel import context_attention, context_parallel, sequence_context
+from hyperpod_plugins.parallel import context_attention, context_parallel, ring_attention, sequence_context
 
 
 class Left(Exception):
@@ -60,9 +60,16 @@ class ThreadDist:
         return group.size()
 
     @staticmethod
-    def all_to_all_single(output, input, group):
-        blocks = [each.chunk(group.size())[group.rank()] for each in group.exchange(input)]
-        output.copy_(torch.cat(blocks))
+    def all_to_all_single(output, input, received=None, sent=None, *, group, async_op=False):
+        each = len(input) // group.size()
+        sizes = [each] * group.size() if sent is None else sent
+        places = group.exchange(torch.tensor(sizes))
+        parts = [
+            given[int(place[: group.rank()].sum()) :][: int(place[group.rank()])]
+            for given, place in zip(group.exchange(input), places, strict=True)
+        ]
+        assert received is None or [*map(len, parts)] == received
+        output.copy_(torch.cat(parts))
 
     @staticmethod
     def all_gather_into_tensor(output, input, group):
@@ -76,7 +83,7 @@ class ThreadDist:
 def run_threads(monkeypatch, degree, compute):
     """Call `compute(rank, group)` in a thread for each rank of a context group, and return the results."""
     group = ThreadGroup(degree)
-    for module in (context_attention, sequence_context):
+    for module in (context_attention, ring_attention, sequence_context):
         monkeypatch.setattr(module, "dist", ThreadDist)
     for module in (context_parallel, sequence_context):
         monkeypatch.setattr(module, "context_group", lambda *_: group)

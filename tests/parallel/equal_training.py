@@ -45,6 +45,7 @@ def train_alone(model):
 def train_on_mesh(model, options, precision="32-true"):
     """The same, with this rank's share of each batch; losses are means over all ranks."""
     from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
+    from hyperpod_plugins.parallel.parallelize import loss_parallel_context
 
     config = ParallelConfig.of(options, precision=precision)
     topology = config.topology(dist.get_world_size(), ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -52,7 +53,8 @@ def train_on_mesh(model, options, precision="32-true"):
     group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
     share = GLOBAL_BATCH // topology.data_degree
     batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
-    losses, *rest = train(model, batches, clip_grad_norm_)
+    with loss_parallel_context(config):
+        losses, *rest = train(model, batches, clip_grad_norm_)
     for loss in losses:
         dist.all_reduce(loss, group=group)
     return [loss / group.size() for loss in losses], *rest

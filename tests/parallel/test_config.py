@@ -299,8 +299,6 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
 @pytest.mark.parametrize(
     ("key", "beside"),
     [
-        ("context_parallel_degree", {"tensor_parallel_degree": 2}),
-        ("context_parallel_degree", {"tensor_parallel_degree": 2, "sequence_parallel": True}),
         ("context_parallel_degree", {"float8_recipe": "te-fp8"}),
         ("expert_parallel_degree", {"float8_recipe": "te-fp8"}),
         ("expert_parallel_degree", {"mlp_tiles": 2}),

@@ -18,7 +18,7 @@ from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.chunked_loss import chunk_loss
 from hyperpod_plugins.memory.recompute import recompute_blocks
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
-from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology
+from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology, ring_attention
 from hyperpod_plugins.parallel.context_attention import SequenceLayout
 from hyperpod_plugins.parallel.context_parallel import split_contexts
 from hyperpod_plugins.parallel.parallelize import match_degrees, save_activation_memory
@@ -101,6 +101,7 @@ MODELS = {
     "mixtral": mixtral,
     "gpt_oss, windows and sinks": gpt_oss,
 }
+IN_A_RING = ["llama", "llama, one head of keys", "mistral, windows", "qwen3, windows"]
 
 
 def make(name):
@@ -152,17 +153,17 @@ def alone(model, compute):
     return loss.detach(), gradients(model)
 
 
-def split(model, degree):
+def split(model, degree, comm_type="auto"):
     model = copy.deepcopy(model)
-    split_contexts(model, ParallelConfig(context_parallel_degree=degree), degree)
+    split_contexts(model, ParallelConfig(context_parallel_degree=degree, context_comm_type=comm_type), degree)
     return model
 
 
-def on_contexts(monkeypatch, model, degree, compute, prepare=lambda model: None):
+def on_contexts(monkeypatch, model, degree, compute, prepare=lambda model: None, comm_type="auto"):
     """The loss on each rank, and the mean of the ranks' gradients, as FSDP2 computes it."""
 
     def run(rank, group):
-        own = split(model, degree)
+        own = split(model, degree, comm_type)
         with ONE_AT_A_TIME:  # Python's parser, which looks for the blocks of a model, is not for several threads
             prepare(own)
         loss = compute(own)
@@ -179,9 +180,9 @@ def loss_of(batch):
     return lambda model: model(**batch).loss
 
 
-def assert_equal(monkeypatch, model, degree, compute, prepare=lambda model: None):
+def assert_equal(monkeypatch, model, degree, compute, prepare=lambda model: None, comm_type="auto"):
     wanted, wanted_gradients = alone(model, compute)
-    losses, found = on_contexts(monkeypatch, model, degree, compute, prepare)
+    losses, found = on_contexts(monkeypatch, model, degree, compute, prepare, comm_type)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert abs(losses[0] - wanted) <= TOLERANCE * abs(wanted)
     assert found.keys() == wanted_gradients.keys()
@@ -221,6 +222,18 @@ def test_losses_and_gradients_are_those_of_one_process(monkeypatch, name, degree
     assert_equal(monkeypatch, make(name), degree, loss_of(batch))
 
 
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("name", IN_A_RING)
+def test_keys_that_go_round_a_ring(monkeypatch, name, degree):
+    monkeypatch.setattr(ring_attention, "_TILE", 3)
+    assert_equal(monkeypatch, make(name), degree, loss_of(plain(length=29)), comm_type="p2p")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, windows"])
+def test_heads_that_are_not_exchanged_and_keys_that_are_gathered(monkeypatch, name):
+    assert_equal(monkeypatch, make(name), 2, loss_of(plain()), comm_type="all_gather")
+
+
 BATCHES = {
     "documents": packed(7, 9, 8),
     "documents that begin within a part": packed(1, 2, 13, 5),
@@ -248,6 +261,13 @@ EAGER = ["llama, eager", "mistral, windows, eager"]  # of which a token of the p
 )
 def test_batches_of_all_kinds(monkeypatch, name, batch):
     assert_equal(monkeypatch, make(name), 2, loss_of(BATCHES[batch]))
+
+
+@pytest.mark.parametrize("name", ["llama, one head of keys", "mistral, windows"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_batches_of_all_kinds_in_a_ring(monkeypatch, name, batch):
+    monkeypatch.setattr(ring_attention, "_TILE", 4)
+    assert_equal(monkeypatch, make(name), 2, loss_of(BATCHES[batch]), comm_type="p2p")
 
 
 def saving(**options):
@@ -455,7 +475,9 @@ class Own(nn.Module):
 def test_a_model_of_ones_own(monkeypatch, heads, key_heads, window, degree):
     torch.manual_seed(0)
     ids, targets = tokens(length=24), tokens(length=24, seed=3)
-    assert_equal(monkeypatch, Own(heads, key_heads, window), degree, lambda model: model(ids, targets))
+    model = Own(heads, key_heads, window)
+    for comm_type in ("auto", "p2p"):
+        assert_equal(monkeypatch, model, degree, lambda model: model(ids, targets), comm_type=comm_type)
 
 
 def test_a_model_of_ones_own_that_is_alone_is_the_reference():
@@ -645,6 +667,27 @@ def test_a_model_that_is_changed_after_it_was_split(monkeypatch, name, change, w
     refuse(monkeypatch, 2, run, words)
 
 
+def test_ways_to_communicate_that_a_model_does_not_have(monkeypatch):
+    for name, comm_type, words in (
+        ("gpt_oss, windows and sinks", "p2p", "is for attn_implementation='sdpa'"),
+        ("llama, one head of keys", "a2a", "2 ranks of a context group cannot share 4 heads and 1 heads of keys"),
+        ("llama", "ring", "must be one of auto, a2a, all_gather, p2p, but is 'ring'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run_threads(monkeypatch, 2, lambda *_, name=name, comm_type=comm_type: split(make(name), 2, comm_type))
+    words = r"attention has dropout \(0.1\), which context_comm_type='p2p'"
+    with pytest.raises(ConfigError, match=words):
+        run_threads(monkeypatch, 2, lambda *_: split(llama(attention_dropout=0.1), 2, "p2p"))
+
+    def change(*_):
+        own = split(make("llama"), 2, "p2p").train()
+        own.model.layers[0].self_attn.attention_dropout = 0.1
+        own(**plain())
+
+    with pytest.raises(ConfigError, match=words):
+        run_threads(monkeypatch, 2, change)
+
+
 def test_a_forward_that_makes_no_mask(monkeypatch):
     from transformers.models.llama import modeling_llama
 
@@ -812,8 +855,8 @@ def test_what_is_not_built_together_says_so(name):
 
     degree = {name: 2}
     of_sequences = (
-        lambda: Session(**degree, elastic=True, global_batch_size=8),
-        lambda: Session(**degree, samples_per_replica=8),
+        lambda: Session(**degree, elastic=True, global_batch_size=8, reproducible=True),
+        lambda: Session(**degree, samples_per_replica=8, lr_scaling="adascale"),
     )
     for build in (
         *(of_sequences if name == "context_parallel_degree" else ()),

@@ -6,6 +6,7 @@ What attention does in all its cases is in `test_context_parallel.py`, where ran
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from device import ACCELERATOR, DEVICE, devices
 from parallel.equal_training import (
     GLOBAL_BATCH,
@@ -30,18 +31,70 @@ LAYOUTS = {
         "mlp_tiles": 3,
         "sm_activation_offloading": True,
     },
+    "context 4 in a ring": {"context_parallel_degree": 4, "context_comm_type": "p2p"},
     "context 2, selective": {"context_parallel_degree": 2, "activation_checkpointing": "selective"},
+}
+CONTEXT_AND_TENSOR = {"context_parallel_degree": 2, "tensor_parallel_degree": 2}
+WITH_TENSORS = {
+    "context 2 in a ring, tensor 2": CONTEXT_AND_TENSOR | {"context_comm_type": "p2p"},
+    "context 2, tensor 2": CONTEXT_AND_TENSOR,
+    "context 2, tensor 2, split stream and loss": CONTEXT_AND_TENSOR
+    | {"sequence_parallel": True, "loss_parallel": True},
+    "context 2, tensor 2, chunks of split logits": CONTEXT_AND_TENSOR | {"loss_chunks": 3, "loss_parallel": True},
+    "context 2, tensor 2, tiles, offload": CONTEXT_AND_TENSOR | {"mlp_tiles": 3, "sm_activation_offloading": True},
 }
 CASES = {
     **{("llama", name): options for name, options in LAYOUTS.items()},
     **{("llama, one head of keys", name): options for name, options in LAYOUTS.items()},
     ("gpt_oss", "hsdp 2x2, context 2"): LAYOUTS["hsdp 2x2, context 2"],
+    **{("llama", name): options for name, options in WITH_TENSORS.items()},
+    # Of each tensor rank's heads, those of keys cannot be shared.
+    **{("llama, two heads of keys", name): options for name, options in WITH_TENSORS.items()},
+    ("own", "context 2, tensor 2"): CONTEXT_AND_TENSOR,
+    ("gpt_oss", "context 2, tensor 2"): CONTEXT_AND_TENSOR,
+    ("gpt_oss", "context 2, tensor 2, experts 2"): CONTEXT_AND_TENSOR | {"expert_parallel_degree": 2},
 }
+
+
+class OwnModel(torch.nn.Module):
+    """Two heads of keys and values for four of queries."""
+
+    uses_sequence_context = True
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.output = torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY)
+        sizes = {"wq": 32, "wk": 16, "wv": 16, "wo": 32}
+        layers = {name: torch.nn.Linear(32, size, bias=False) for name, size in sizes.items()}
+        self.attention = torch.nn.ModuleDict(layers)
+
+    def forward(self, input_ids, labels):
+        from types import SimpleNamespace
+
+        from hyperpod_plugins.parallel import SequenceContext
+
+        num_tokens = labels[:, 1:].numel()
+        length = labels.shape[1] - 1
+        targets, tokens = labels[:, 1:], input_ids[:, :-1]
+        targets, tokens = (F.pad(each, (0, -length % 4), value=value) for each, value in ((targets, -100), (tokens, 0)))
+        context = SequenceContext.of(self, length=targets.shape[1], num_heads=4, num_key_value_heads=2)
+        hidden = self.embed(context.part(tokens))
+        heads = [self.attention[name](hidden).unflatten(2, (-1, 8)).transpose(1, 2) for name in ("wq", "wk", "wv")]
+        hidden = hidden + self.attention["wo"](context.attention(*heads).transpose(1, 2).flatten(2))
+        logits, targets = self.output(hidden).flatten(0, 1), context.part(targets).flatten()
+        total = F.cross_entropy(logits, targets, reduction="sum")
+        return SimpleNamespace(loss=context.mean(total, num_tokens))
+
+
+NUM_KEY_HEADS = {"llama, one head of keys": 1, "llama, two heads of keys": 2}
 
 
 def make_model(name="llama"):
     import transformers
 
+    if name == "own":
+        return OwnModel()
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -56,7 +109,7 @@ def make_model(name="llama"):
         kinds = ["sliding_attention", "full_attention"]
         config = transformers.GptOssConfig(**sizes, **experts, num_key_value_heads=2, head_dim=8, layer_types=kinds)
         return transformers.GptOssForCausalLM(config)
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1 if "one head" in name else 4)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=NUM_KEY_HEADS.get(name, 4))
     return transformers.LlamaForCausalLM(config)
 
 
@@ -126,6 +179,11 @@ CONTEXT = {"context_parallel_degree": 2, "hybrid_shard_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
 
 
+def share_of(options):
+    """Samples of a rank in a step: of four ranks, all have the same with `CONTEXT_AND_TENSOR`; otherwise two."""
+    return GLOBAL_BATCH if options == CONTEXT_AND_TENSOR else GLOBAL_BATCH // 2
+
+
 def with_lightning(folder, options, make_model, world_size):
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
@@ -169,7 +227,7 @@ def with_lightning(folder, options, make_model, world_size):
     trainer = trainer_of(**options)
     module = Module()
     data = samples()
-    trainer.fit(module, DataLoader(data, batch_size=2), DataLoader(data[:8], batch_size=2))
+    trainer.fit(module, DataLoader(data, batch_size=share_of(options)), DataLoader(data[:8], batch_size=2))
     state = {name.removeprefix("model."): value for name, value in state_of(module).items()}
     validated = float(trainer.callback_metrics["val"])
     degree = next(iter(options))
@@ -211,7 +269,7 @@ def with_accelerate(folder, options, make_model, world_size):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    loader = DataLoader(list(samples()), batch_size=2)
+    loader = DataLoader(list(samples()), batch_size=share_of(options))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     batches, losses, gathered = [], [], []
     for batch in loader:
@@ -225,9 +283,9 @@ def with_accelerate(folder, options, make_model, world_size):
         batches.append(batch)
         losses.append(accelerator.reduce(loss.detach(), "mean"))
         gathered.append(accelerator.gather_for_metrics(batch))
-    # two ranks read different samples, each of which counts once
+    # each sample counts once, whatever the number of ranks that have it
     assert torch.equal(torch.cat(gathered).sort(dim=0).values, samples().sort(dim=0).values)
-    assert scheduler.scheduler.last_epoch == 2 * NUM_STEPS
+    assert scheduler.scheduler.last_epoch == NUM_STEPS * GLOBAL_BATCH // share_of(options)
     return batches, losses, state_of(model), None
 
 
@@ -242,17 +300,22 @@ def with_smp(folder, options, make_model, world_size):
 
     tsm.init(options)
     index = tsm.state.rank % 2
-    assert (tsm.state.cp_size, tsm.state.cp_rank) == ((2, index) if options == CONTEXT else (1, 0))
+    if options == CONTEXT_AND_TENSOR:
+        index = tsm.state.rank // 2
+    assert (tsm.state.cp_size, tsm.state.cp_rank) == ((1, 0) if options == EXPERTS else (2, index))
     assert (tsm.state.ep_size, tsm.state.ep_rank) == ((2, index) if options == EXPERTS else (1, 0))
-    assert tsm.state.dp_size == 2
+    assert tsm.state.dp_size == GLOBAL_BATCH // share_of(options)
+    comm_type = "p2p" if options == CONTEXT_AND_TENSOR else None
     model = FullyShardedDataParallel(
-        tsm.transform(make_model()), sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+        tsm.transform(make_model(), cp_comm_type=comm_type),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = list(samples())
     sampler = DistributedSampler(data, tsm.state.dp_size, tsm.state.dp_rank, shuffle=False)
     batches, losses = [], []
-    for batch in DataLoader(data, batch_size=2, sampler=sampler):
+    for batch in DataLoader(data, batch_size=share_of(options), sampler=sampler):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         model.clip_grad_norm_(MAX_NORM)
@@ -264,19 +327,22 @@ def with_smp(folder, options, make_model, world_size):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize("options", [CONTEXT, EXPERTS], ids=["context", "experts"])
+@pytest.mark.parametrize(
+    "options", [CONTEXT, EXPERTS, CONTEXT_AND_TENSOR], ids=["context", "experts", "context and tensor"]
+)
 @pytest.mark.parametrize("adapter", [with_lightning, with_session, with_accelerate, with_smp])
 def test_through_an_adapter(run_ranks, tmp_path, adapter, options):
-    is_split = options == CONTEXT  # each two ranks have the same samples
-    build = make_model if is_split else make_mixture
-    world_size = 4 if is_split else 2
+    build = make_mixture if options == EXPERTS else make_model
+    world_size, num_readers = 2 if options == EXPERTS else 4, GLOBAL_BATCH // share_of(options)
     results = run_ranks(adapter, str(tmp_path), options, build, world_size, world_size=world_size, timeout_s=120)
-    if is_split:
-        for one, other in (results[:2], results[2:]):
+    num_peers = world_size // num_readers  # they have the same samples
+    for first in range(0, world_size, num_peers):
+        one, *others = results[first : first + num_peers]
+        for other in others:
             assert all(torch.equal(*pair) for pair in zip(one[0], other[0], strict=True))
             assert all(torch.equal(*pair) for pair in zip(one[1], other[1], strict=True))
-        results = results[::2]
-    together = [torch.cat(parts) for parts in zip(results[0][0], results[1][0], strict=True)]
+    results = results[::num_peers]
+    together = [torch.cat(parts) for parts in zip(*(each[0] for each in results), strict=True)]
     assert len(together) == NUM_STEPS
     read = torch.cat(together)
     assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, samples().tolist()))
@@ -284,7 +350,7 @@ def test_through_an_adapter(run_ranks, tmp_path, adapter, options):
     losses, _, _, state = train(alone, together, torch.nn.utils.clip_grad_norm_)
     for step, wanted in enumerate(losses):
         values = [each[1][step] for each in results]
-        assert abs(sum(values) / 2 - wanted) <= 1e-5 * wanted
+        assert abs(sum(values) / num_readers - wanted) <= 1e-5 * wanted
     for _, _, found, _ in results:
         for name, value in state.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)

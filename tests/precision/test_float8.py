@@ -74,9 +74,9 @@ def test_layers_of_blocks_are_converted_in_place_and_named():
     done = convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
     assert done.converted == tuple(f"layers.{i}.{name}" for i in range(2) for name in ("up_proj", "down_proj"))
     assert str(done) == (
-        "float8 (rowwise, emulated on the CPU): 4 of 8 linear layers, with 88 % of their "
-        "parameters; not converted: first, head (outside of the blocks); layers.0.gate, layers.1.gate (a side of its "
-        "matrix on a rank is no multiple of 16)"
+        "float8 (rowwise, emulated on the CPU): 4 of 8 linear layers, with 88 % of their parameters: "
+        "2 layers.*.up_proj, 2 layers.*.down_proj; not converted: first, head (outside of the blocks); "
+        "2 layers.*.gate (a side of its matrix on a rank is no multiple of 16)"
     )
     assert all(one is other for one, other in zip(modules, model.modules(), strict=True))
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
@@ -161,6 +161,8 @@ def test_what_is_not_served_is_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"capability 8.9 or higher, but A100 has 8.0"):
         convert_linears(made(), "rowwise", torch.device("cuda", 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'te-mxfp8' needs GPUs of compute capability 10.x.*but A100 has 8.0"):
+        convert_linears(made(), "te-mxfp8", torch.device("cuda", 0))  # its library would not help
     with pytest.raises(MissingExtraError, match=r"'rowwise' needs the Python package 'torchao'.*pip install torchao"):
         convert_linears(made(), "rowwise", CPU)
 

@@ -1,7 +1,8 @@
-"""Training whose sequences, or experts (`EXPERTS`), are split over two ranks, with dropout: a loop, or a fit (`FIT`).
+"""Training of which `SPLIT` says what is split over two ranks each, with dropout: a loop, or a fit (`FIT`).
 
-With `TENSORS`, matrices are split over two ranks as well, of four: there is one replica, and snapshots. `ON_HOST` is an
-option that has the optimizer step in host memory.
+Sequences (`context`), experts, or both; with `tensor`, matrices as well, over two ranks of four: there is one replica,
+and snapshots. `ON_HOST` is an option that has the optimizer step in host memory, and `COMM` how attention
+communicates.
 
 `hyperpodrun` runs it, with faults at chosen points.
 """
@@ -30,7 +31,7 @@ def make_model():
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": int(os.environ.get("KEY_HEADS", "4")),
-        "attention_dropout": 0.2,
+        "attention_dropout": 0.0 if "COMM" in os.environ else 0.2,
         "use_cache": False,
     }
     if EXPERTS:
@@ -38,12 +39,13 @@ def make_model():
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-EXPERTS = "EXPERTS" in os.environ
-OPTIONS = {"hybrid_shard_degree": 2, "expert_parallel_degree" if EXPERTS else "context_parallel_degree": 2}
-OPTIONS |= {"tensor_parallel_degree": 2} if "TENSORS" in os.environ else {}
+SPLIT = os.environ.get("SPLIT", "context").split()
+EXPERTS = "expert" in SPLIT
+OPTIONS = {"hybrid_shard_degree": 2} | {f"{each}_parallel_degree": 2 for each in SPLIT}
+OPTIONS |= {"context_comm_type": os.environ["COMM"]} if "COMM" in os.environ else {}
 OPTIONS |= {os.environ["ON_HOST"]: True} if "ON_HOST" in os.environ else {}
 RECOVERY = {"replacement_timeout_s": 30.0, "hang_timeout_s": 5.0, "verify": True}
-RECOVERY |= {"snapshot_every_steps": 1} if "TENSORS" in os.environ else {}
+RECOVERY |= {"snapshot_every_steps": 1} if "tensor" in SPLIT else {}
 
 
 def data():

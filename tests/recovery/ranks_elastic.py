@@ -22,6 +22,7 @@ from hyperpod_plugins.lightning import (
     TokenDataModule,
 )
 from hyperpod_plugins.memory import offload
+from hyperpod_plugins.parallel import SequenceContext
 
 torch.set_num_threads(1)
 WIDTH, BATCH, MICRO_BATCH = 16, 12, 4
@@ -32,11 +33,35 @@ def option(name, default):
     return type(default)(os.environ.get(name, default))
 
 
+CONTEXTS = option("CONTEXTS", 1)
+
+
+class SequenceNet(nn.Module):
+    """Takes each number of a sample for a token of a sequence, which two ranks share; returns the loss."""
+
+    uses_sequence_context = True
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.output = nn.Linear(1, 8), nn.Linear(8, 24), nn.Linear(8, 1, bias=False)
+        self.drop = nn.Dropout(option("DROPOUT", 0.0))
+
+    def forward(self, x):
+        context = SequenceContext.of(self, length=WIDTH, num_heads=2)
+        hidden = torch.tanh(self.embed(context.part(x)[..., None]))
+        heads = self.mix(hidden).unflatten(2, (6, 4)).transpose(1, 2).chunk(3, dim=1)
+        hidden = self.drop(hidden + context.attention(*heads).transpose(1, 2).flatten(2))
+        error = self.output(hidden)[..., 0] - context.part(x.flip(1))
+        return context.mean(error.square().sum(), x.numel())
+
+
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         drop = nn.Dropout(option("DROPOUT", 0.0))
         self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), drop, nn.Linear(2 * WIDTH, WIDTH))
+        if CONTEXTS > 1:
+            self.net = SequenceNet()
         self.ids, self.loss = [], 0.0
 
     def setup(self, stage):
@@ -49,7 +74,7 @@ class Module(pl.LightningModule):
             self.ids, self.loss = [], 0.0
         ids = (batch[0] if isinstance(batch, list) else batch)["input_ids"]
         x = torch.sin(ids * torch.arange(1, WIDTH + 1) / 7.0)
-        loss = (self.net(x) - x.flip(1)).square().mean()
+        loss = self.net(x) if CONTEXTS > 1 else (self.net(x) - x.flip(1)).square().mean()
         self.ids += ids.flatten().tolist()
         self.loss += float(loss.detach()) * len(ids)
         self.log("id", ids.float().mean(), on_step=False, on_epoch=True, batch_size=len(ids))
@@ -181,6 +206,7 @@ def main():
         default_root_dir=faults.folder,
         strategy=HyperPodStrategy(
             hybrid_shard_degree=option("SHARDS", 1),
+            context_parallel_degree=CONTEXTS,
             tensor_plan={"net.0": "colwise", "net.3": "rowwise"},
             activation_offload=bool(option("OFFLOAD", 0)),
             **dict.fromkeys(option("ON_HOST", "").split(), True),

@@ -39,17 +39,25 @@ def run(folder, environ, faults):
         pytest.param({}, id="heads exchanged"),
         pytest.param({"KEY_HEADS": "1"}, id="keys and values gathered", marks=pytest.mark.variant),
         pytest.param({"HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="nccl-like"),
-        pytest.param({"EXPERTS": "1"}, id="experts"),
-        pytest.param({"EXPERTS": "1", "TENSORS": "1", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
-        pytest.param({"EXPERTS": "1", "ON_HOST": "param_offload"}, id="experts on the host", marks=pytest.mark.variant),
+        pytest.param({"COMM": "p2p"}, id="keys and values in a ring"),
+        pytest.param({"SPLIT": "expert"}, id="experts"),
+        pytest.param({"SPLIT": "expert tensor", "ON_HOST": "optimizer_offload"}, id="experts and tensors"),
+        pytest.param({"SPLIT": "context tensor"}, id="contexts and tensors", marks=pytest.mark.variant),
+        pytest.param({"SPLIT": "context expert"}, id="contexts and experts"),
+        pytest.param({"SPLIT": "context expert tensor"}, id="contexts, experts and tensors"),
+        pytest.param(
+            {"SPLIT": "expert", "ON_HOST": "param_offload"}, id="experts on the host", marks=pytest.mark.variant
+        ),
         pytest.param({"ON_HOST": "optimizer_offload"}, id="contexts, host optimizer", marks=pytest.mark.variant),
         pytest.param(
-            {"EXPERTS": "1", "HYPERPOD_TEST_TRANSPORT": "nccl-like"}, id="experts, nccl-like", marks=pytest.mark.variant
+            {"SPLIT": "expert", "HYPERPOD_TEST_TRANSPORT": "nccl-like"},
+            id="experts, nccl-like",
+            marks=pytest.mark.variant,
         ),
     ],
 )
 def test_lost_ranks_change_no_bit(tmp_path, environ):
-    faults = FAULTS[:4] if "TENSORS" in environ else FAULTS  # there is one replica
+    faults = FAULTS[:4] if "tensor" in environ.get("SPLIT", "") else FAULTS  # there is one replica
     calm, disturbed = run(tmp_path, {"HYPERPOD_TEST_TRANSPORT": "gloo"} | environ, faults)
     losses = {line["step"]: line["loss"] for line in calm.records("step")[0]}
     assert len(losses) == NUM_STEPS

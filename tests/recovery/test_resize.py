@@ -224,6 +224,39 @@ def test_replicas_of_two_shards_under_torchrun(tmp_path, tokens):
     assert sorted(epoch) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.variant
+def test_replicas_whose_ranks_share_sequences(tmp_path, tokens, tmp_path_factory):
+    """A replica joins, a worker is killed, the replica is lost for good, and another one joins."""
+    options = {"SHARDS": "2", "CONTEXTS": "2", "OPTIMIZER": "sgd"}
+    nodes = Nodes(tmp_path, tokens, num_ranks=2)
+    nodes.environ |= options
+    try:
+        nodes.start("a")
+        nodes.await_size(2)
+        nodes.start("b")
+        nodes.await_size(4)
+        nodes.kill_rank(1)
+        nodes.lose("b")
+        nodes.await_size(2)
+        nodes.start("c")
+        nodes.await_size(4)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    environ = {"TOKENS": str(tokens), "STEPS": str(num_steps), **options}
+    calm = run_job("ranks_elastic.py", tmp_path_factory.mktemp("calm"), num_ranks=2, environ=environ)
+    assert calm.code == 0, calm.output[-8000:]
+    fixed = {entry["step"]: entry for entry in calm.records("step", 2)[0]}
+    steps = nodes.steps()
+    assert sorted(steps) == list(range(num_steps))
+    for step, entries in steps.items():
+        if len(entries) < entries[0]["size"]:
+            continue  # a rank was lost before it had written it down
+        assert sorted(i for entry in entries for i in entry["ids"]) == sorted(2 * fixed[step]["ids"]), step
+        loss = sum(entry["loss"] for entry in entries) / 2
+        assert loss == pytest.approx(fixed[step]["loss"], rel=1e-3), step
+
+
 class Replay:
     """One process that trains on what the job was seen to train on, with learning rate and schedule by hand."""
 

@@ -19,7 +19,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
 from hyperpod_plugins.elastic.scaling.lr_scaling import LRScalingRule
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.memory import offload
-from hyperpod_plugins.parallel import clip_grad_norm_
+from hyperpod_plugins.parallel import SequenceContext, clip_grad_norm_
 from hyperpod_plugins.recovery import RecoveryOptions
 from hyperpod_plugins.session import Session
 
@@ -39,7 +39,7 @@ if "TILES" in os.environ:
     }
 IS_TE = FLOAT8.get("float8_recipe") == "te-fp8"
 NUM_SAMPLES, WIDTH = int(os.environ.get("SAMPLES", "120")), 32 if FLOAT8 else 8
-EXPERTS = "EXPERTS" in os.environ
+EXPERTS, CONTEXTS = "EXPERTS" in os.environ, "CONTEXTS" in os.environ
 torch.set_num_threads(1)
 
 
@@ -78,6 +78,36 @@ class Net(nn.Module):
             weights, chosen = self.router(x).softmax(dim=1).topk(2, dim=1)
             x = x + self.experts(x, chosen, weights)
         return x
+
+
+class SequenceNet(nn.Module):
+    """Takes each number of a sample for a token of a sequence, which two ranks share; computes the loss itself."""
+
+    uses_sequence_context = True
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.output = nn.Linear(1, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+        self.attention = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "value")})
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.router, self.experts = nn.Linear(WIDTH, 4), OwnExperts(num_experts=4, width=WIDTH)
+
+    def forward(self, x):
+        if self.training:
+            self.num_calls += 1
+        context = SequenceContext.of(self, length=WIDTH, num_heads=2)
+        own = context.part(x)
+        hidden = torch.tanh(self.embed(own[..., None]))
+        heads = [layer(hidden).unflatten(2, (2, -1)).transpose(1, 2) for layer in self.attention.values()]
+        hidden = hidden + context.attention(*heads).transpose(1, 2).flatten(2)
+        tokens = hidden.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(dim=1).topk(2, dim=1)
+        tokens = tokens + self.experts(tokens, chosen, weights)
+        return context.mean((self.output(tokens)[:, 0] - own.flatten()).square().sum(), x.numel())
+
+
+def loss_of(model, x):
+    return model(x) if CONTEXTS else (model(x) - x).square().mean()
 
 
 class Total:
@@ -121,6 +151,7 @@ def main():
         **FLOAT8,
         **(plan | TILES),
         expert_parallel_degree=2 if EXPERTS else 1,
+        context_parallel_degree=2 if CONTEXTS else 1,
         random_seed=5,
         elastic=elastic,
         shard_degrees=[int(each) for each in os.environ.get("SHARD_DEGREES", "").split()],
@@ -136,7 +167,7 @@ def main():
     faults.note(kind="process", pid=os.getpid(), incarnation=0 if job is None else job.incarnation)
     torch.manual_seed(0)
     data = torch.randn(NUM_SAMPLES, WIDTH)
-    model = session.parallelize(Net())
+    model = session.parallelize(SequenceNet() if CONTEXTS else Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if os.environ.get("OPTIMIZER") == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -161,7 +192,7 @@ def main():
     def validate():
         model.eval()
         with torch.no_grad():
-            loss = (model(data[:16]) - data[:16]).square().mean()
+            loss = loss_of(model, data[:16])
         dist.all_reduce(loss)
         model.train()
         return float(loss) / session.world_size
@@ -179,7 +210,7 @@ def main():
                 faults.at("forward", step.index)
                 seen.extend(ids.tolist())
                 total.value += int(ids.sum())
-                loss = (model(x) - x).square().mean()
+                loss = loss_of(model, x)
                 faults.at("backward", step.index)
                 return {"loss": loss, "size": float(x.abs().mean())}
 

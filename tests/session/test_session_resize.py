@@ -124,11 +124,12 @@ def test_a_model_with_tiled_mlps_and_tensor_parallelism_grows_and_is_repaired(tm
             assert torch.equal(results[other]["state"][name], value), name
 
 
-@pytest.mark.variant
-def test_experts_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path_factory):
-    """Two ranks share the experts: a replica joins, is lost for good, and another one joins."""
+@pytest.mark.parametrize("split", [pytest.param("EXPERTS", marks=pytest.mark.variant), "EXPERTS CONTEXTS"])
+def test_experts_and_sequences_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path_factory, split):
+    """Two ranks share the experts, and the sequences: a replica joins, is lost for good, and another one joins."""
     nodes = LoopNodes(tmp_path, "", num_ranks=2)
-    nodes.environ |= {"EXPERTS": "1", "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2", "OPTIMIZER": "sgd"}
+    divided = dict.fromkeys(split.split(), "1")
+    nodes.environ |= {**divided, "REPLICAS": "2", "SAMPLES": "120", "SHARDS": "2", "OPTIMIZER": "sgd"}
     nodes.args += PRELOAD
     try:
         nodes.start("a")
@@ -144,13 +145,17 @@ def test_experts_that_are_divided_among_ranks_grow_and_shrink(tmp_path, tmp_path
         nodes.clear()
     environ = {"STEPS": str(num_steps), "SHARDS": "2", "REPLICAS": "1", "SAMPLES": "120", "OPTIMIZER": "sgd"}
     folder = tmp_path_factory.mktemp("calm")
-    environ |= {"EXPERTS": "1"}
+    environ |= divided
     calm = run_job(LoopNodes.script, folder, num_ranks=2, environ=environ, args=PRELOAD)
     assert calm.code == 0, calm.output[-8000:]
     fixed = {entry["step"]: entry for entry in calm.records("step", 2)[0]}
     steps = nodes.steps()
     assert sorted(steps) == list(range(num_steps))
     for step, entries in steps.items():
+        if len(entries) == entries[0]["size"]:  # all have written down the step
+            samples = [i for entry in entries for i in entry["ids"]]
+            assert {i: samples.count(i) for i in samples} == dict.fromkeys(samples, 2 if "CONTEXTS" in divided else 1)
+            assert len({*samples}) == BATCH
         for entry in entries:
             assert float.fromhex(entry["loss"]) == pytest.approx(float.fromhex(fixed[step]["loss"]), rel=1e-3)
     results = [torch.load(nodes.folder / f"result-{rank}.pt", weights_only=True)["state"] for rank in range(4)]

@@ -21,7 +21,7 @@ class ReplicaShape(Protocol):
         ...
 
     @property
-    def shard_degree(self) -> int:
+    def data_ranks_per_replica(self) -> int:
         """Ranks of a replica that read different samples."""
         ...
 
@@ -143,14 +143,14 @@ class BatchConfig:
             policy = replace(policy, scales=scales).in_replicas(
                 ranks_per_node=shape.ranks_per_node,
                 replica_size=shape.replica_size,
-                data_ranks_per_replica=shape.shard_degree,
+                data_ranks_per_replica=shape.data_ranks_per_replica,
             )
         remarks = ("is_elastic: false, so the job keeps the recipe's number of nodes",) if is_fixed else ()
         remarks += () if scales is None else scales.remarks
-        remarks += given.infeasible_reasons(policy, shape.shard_degree)
+        remarks += given.infeasible_reasons(policy, shape.data_ranks_per_replica)
         batch = given
         if deepspeed is not None:
             batch = replace(batch, micro_batch_size=deepspeed.micro_batch_at(shape.data_degree))
         if self.reproducible:
-            batch = batch.in_logical_shards(policy, shape.shard_degree)
+            batch = batch.in_logical_shards(policy, shape.data_ranks_per_replica)
         return ResolvedBatch(policy=policy, batch=batch, given=given, remarks=remarks)
