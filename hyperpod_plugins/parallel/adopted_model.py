@@ -146,6 +146,7 @@ class AdoptedShards:
                     _copy_part(target, former, mesh, device)
                 else:
                     copy_shard_(target, self._whole(former, name, device))
+            assert not self.parameters, f"no parameter has taken the values of {format_list(self.parameters)}"
         self.parameters.clear()
 
     def _whole(self, former: DTensor, name: str, device: torch.device) -> Tensor:
@@ -305,14 +306,17 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
                 f"{kind} was sharded by transformers and is quantized, which cannot be adopted yet. Load it without "
                 "distributed_config or tp_plan; this package shards it."
             )
-    units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    foreign = [name for name, module in units if module not in inside]
+    foreign = [name for name, module in model.named_modules() if module not in inside and _is_sharded(module)]
     if foreign:
         raise ConfigError(
             f"{foreign[0] or type(model).__name__} was sharded by the program around or beside {kind}, which "
-            "transformers has sharded. Leave fully_shard out; this package shards all of it."
+            "transformers has sharded. Leave that out; this package shards all of it."
         )
     _refuse_changed(model, inside, kind)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
 
 
 def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:

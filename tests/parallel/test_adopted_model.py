@@ -243,13 +243,15 @@ def refusals(folder):
     parallelize_module(foreign.model.layers[0].mlp.up_proj, init_device_mesh(DEVICE, (2,)), ColwiseParallel())
     older = make("llama")
     older._tp_size = 2
+    around = nn.ModuleList([nn.Linear(2, 2), load(folder, "llama", {"tp_size": 2})])
+    parallelize_module(around[0], init_device_mesh(DEVICE, (2,)), ColwiseParallel())
     with delayed_init():
         beside = nn.ModuleList([nn.Linear(2, 2)])
     beside.append(load(folder, "llama", {"tp_size": 2}))
     with delayed_init():
         within = load(folder, "llama", {"tp_size": 2})
     models = {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
-    models |= {"older": older, "beside": beside, "within": within}
+    models |= {"older": older, "around": around, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
     return found
@@ -262,6 +264,7 @@ WORDS = {
     "hooked": "gradient hooks of model.embed_tokens.weight",
     "foreign": "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM are sharded already",
     "older": "Use transformers 5.23 or later",
+    "around": "0 was sharded by the program around or beside LlamaForCausalLM",
     "beside": "0.weight, 0.bias have no values yet",
     "within": "have no values yet",
 }
