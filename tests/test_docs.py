@@ -762,6 +762,20 @@ PROPOSED_PLAN = "propose_tensor_plan(model"
 CONTEXTS = "uses_sequence_context = True"
 
 
+SHARDED_AT_LOAD = "distributed_config=degrees"
+
+
+@fragments("docs/guides/parallelism.md", SHARDED_AT_LOAD, ranks=4)
+def sharded_at_load(page):
+    os.mkdir(os.environ["RANK"])  # all ranks begin in the same folder
+    os.chdir(os.environ["RANK"])
+    tiny_llama().save_pretrained("model")
+    page.run(SHARDED_AT_LOAD)
+    (batch,) = loader_of_tokens(4, 4)
+    page["model"](**batch).loss.backward()
+    assert page["model"].lm_head.weight.grad.device_mesh.shape == (2, 1, 2)
+
+
 @fragments("docs/guides/parallelism.md", PARALLELISM, PROPOSED_PLAN, CONTEXTS, ranks=4)
 def parallelism(page):
     page.run(PARALLELISM, model=tiny_llama())

@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from hyperpod_plugins.accelerate.compat import AcceleratedOptimizer, AcceleratedScheduler, convert_outputs_to_fp32
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.finite import FiniteCheck, RankFiniteCheck
 from hyperpod_plugins.parallel.former_parameters import succeed_parameters
-from hyperpod_plugins.parallel.hsdp import fsdp_units, reshard_after_evaluations
+from hyperpod_plugins.parallel.hsdp import reshard_after_evaluations
 from hyperpod_plugins.parallel.local_optimizer import step_locally
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 from hyperpod_plugins.parallel.unit_watch import watch_units
@@ -37,7 +38,7 @@ def shard_with_optimizers(
         ConfigError: an optimizer already has state, or holds a parameter that is not the model's; or tensors have
             values on some ranks only; or see `watch_units` and `succeed_parameters`.
     """
-    if any(True for _ in fsdp_units(model)):
+    if is_sharded_by_program(model):
         watch_units(model)
         succeed_parameters(model, is_by_program=True)
         return  # by an earlier `prepare`, or by the user: its optimizers hold the shards

@@ -75,13 +75,13 @@ from hyperpod_plugins.parallel import (
     loss_parallel_context,
     parallelize,
 )
+from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
 from hyperpod_plugins.parallel.host_optimizer import uses_host_memory
 from hyperpod_plugins.parallel.hsdp import (
-    fsdp_units,
     reduce_root_in_backward,
     reshard,
     root_gathered_for_its_parts,
@@ -357,7 +357,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         module = self._module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if any(True for _ in fsdp_units(module)):
+        if is_sharded_by_program(module):
             refuse_other_layers(module, self.config)
             if tapes_of(module):
                 match_rank_0(module, is_delayed_alike=self.config.delayed_values != "rank_0")

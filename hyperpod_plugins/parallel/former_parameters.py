@@ -66,14 +66,19 @@ class _Attributes:
         return parameter if parameter is not None and parameter.shape == self.shape else None
 
 
-def remember_parameters(model: nn.Module) -> None:
+def remember_parameters(model: nn.Module, before: Mapping[str, torch.Tensor] | None = None) -> None:
     """Record the parameters of a model before it is sharded, by weak references, and their attributes.
+
+    Args:
+        model: not sharded yet.
+        before: parameters, by name, that were in the place of some of them, and that the program may hold.
 
     Raises:
         ConfigError: see `remember_attributes`.
     """
     remember_attributes(model)
-    _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()}
+    named = [*model.named_parameters(), *(before or {}).items()]
+    _former[model] = {id(parameter): (ref(parameter), name) for name, parameter in named}
 
 
 def remember_attributes(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -31,6 +30,7 @@ from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
+from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
 from hyperpod_plugins.parallel.expert_bias import biases_in_float32
@@ -63,10 +63,11 @@ def parallelize(
     Existing values are copied from global rank 0, so that all ranks start from the same model. Values that do not
     exist yet (the model was built under `delayed_init`, or on the meta device) are initialized last, when each rank
     stores only its shard. A model that contains an `FSDPModule` is returned unchanged, except that the weights of its
-    float8 layers are gathered as `float8_all_gather` says.
+    float8 layers are gathered as `float8_all_gather` says. One that transformers has sharded while it loaded it is
+    sharded anew, as `config` says; see `adopted_model.py`.
 
     Args:
-        model: a plain module, with real parameters, delayed ones, or both.
+        model: a plain module, with real parameters, delayed ones, or both; or one that transformers has sharded.
         mesh: `("replicate", "shard", "tensor")`, as returned by `build_mesh`.
         config: configuration to apply; its degrees must be those of the mesh.
         averages_replicas: let FSDP2 average gradients over the axis `replicate`; if False, the caller does that.
@@ -78,10 +79,10 @@ def parallelize(
     Raises:
         ConfigError: the plan or the degrees do not fit the model, or ranks have built different models. The model
             must not be used afterwards. See also `apply_offload`, and `match_degrees` and `match_float8` for a
-            model that is sharded already.
+            model that is sharded already, and `release_shards` for one that transformers has sharded.
         InitializationError: a parameter without a value cannot be initialized.
     """
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded = is_sharded_by_program(model)
     if is_sharded:
         match_float8(model, config)
         match_degrees(model, config)
@@ -95,7 +96,8 @@ def parallelize(
     if is_sharded:
         apply_offload(model, config)
         return model  # already sharded, by the user or by an earlier call
-    remember_parameters(model)
+    adopted = release_shards(model)
+    remember_parameters(model, None if adopted is None else adopted.parameters)
     rebind(model)
     plan = plan_for(model, config)
     experts = find_experts(model, config)
@@ -111,7 +113,10 @@ def parallelize(
     shard_experts(experts, mesh, config, averages_replicas=averages_replicas)
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     use_float8_gathers(model, config)
-    give_values(model, torch.device(mesh.device_type), config)
+    if adopted is None:
+        give_values(model, torch.device(mesh.device_type), config)
+    else:
+        adopted.give_to(model, mesh, torch.device(mesh.device_type), ids_on_host(model))
     succeed_parameters(model)
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
