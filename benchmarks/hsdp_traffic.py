@@ -1,10 +1,12 @@
 """Full against hybrid sharding over a slow link, and full sharding in two stages: bytes and time per step.
 
     sudo python benchmarks/hsdp_traffic.py --megabits 300
+    sudo python benchmarks/hsdp_traffic.py --megabits 0      # two stages are not chosen where they gain nothing
 
 Two network namespaces stand for two nodes, with two ranks each; a token bucket limits the link between them. Full
 sharding spreads the model over all four ranks, hybrid sharding over the two of a node. In two stages, full sharding has
-collectives within nodes and across them (parallel/node_collectives.py). traffic_model.py derives what to expect.
+collectives within nodes and across them (parallel/node_collectives.py); or gathers have, if the job finds at its start
+that this is faster. traffic_model.py derives what to expect.
 With --megabits 0 the link is not limited.
 """
 
@@ -28,7 +30,7 @@ RANKS_PER_NODE = 2
 WIDTH = 512
 DEPTH = 4
 MODEL_BYTES = 4 * DEPTH * WIDTH * WIDTH
-PORT = {Sharding.FULL: 29501, Sharding.HYBRID: 29502, Sharding.STAGED: 29503}
+PORT = {Sharding.FULL: 29501, Sharding.HYBRID: 29502, Sharding.STAGED: 29503, Sharding.AUTO: 29504}
 COLUMNS = ("k", "sharding", "step s", "least s", "node egress MB", "predicted MB", "measured / predicted")
 
 
@@ -36,7 +38,7 @@ def train(turns: Iterator[int], sharding: Sharding, nodes: list[Node], micro_ste
     """Train with accumulation: gradients are reduce-scattered every micro-step, replicas averaged once a step."""
     join_node(nodes, sharding)
     shard_degree = RANKS_PER_NODE if sharding is Sharding.HYBRID else NODES * RANKS_PER_NODE
-    staged = sharding is Sharding.STAGED
+    staged = "auto" if sharding is Sharding.AUTO else sharding is Sharding.STAGED
     config = ParallelConfig(hybrid_shard_degree=shard_degree, block_classes=("Linear",), node_collectives=staged)
     mesh = build_mesh(config.topology(dist.get_world_size(), ranks_per_node=RANKS_PER_NODE), "cpu")
     torch.manual_seed(0)
@@ -82,22 +84,27 @@ def measure(micro_steps: int, megabits: float, schedule: harness.Schedule) -> ha
                 kwargs={"sharding": sharding, "nodes": nodes, "micro_steps": micro_steps},
                 meter=node_egress,
             )
-            for sharding in (Sharding.HYBRID, Sharding.FULL, Sharding.STAGED)
+            for sharding in (Sharding.HYBRID, Sharding.FULL, Sharding.STAGED, Sharding.AUTO)
         ]
         return harness.compare(f"k = {micro_steps}", contenders, schedule)
 
 
 def finding(run: harness.Run, micro_steps: int, megabits: float) -> dict[str, Any]:
     """Measured and predicted egress of one node in one step, and the time the link alone needs for it."""
-    predicted = node_egress_bytes(
-        sharding=Sharding(run.name),
-        model_bytes=MODEL_BYTES,
-        nodes=NODES,
-        ranks_per_node=RANKS_PER_NODE,
-        micro_steps=micro_steps,
-        reduce_scatter_is_all_reduce=True,
-    )
     measured = spread(run.measures["egress_bytes"]).median / NODES
+    ways = [
+        node_egress_bytes(
+            sharding=Sharding(run.name),
+            model_bytes=MODEL_BYTES,
+            nodes=NODES,
+            ranks_per_node=RANKS_PER_NODE,
+            micro_steps=micro_steps,
+            reduce_scatter_is_all_reduce=True,
+            gathers_are_staged=are_staged,
+        )
+        for are_staged in (False, True)
+    ]
+    predicted = min(ways, key=lambda way: abs(way - measured))  # the bytes tell which one was chosen
     return {
         "micro_steps": micro_steps,
         "sharding": run.name,
@@ -128,9 +135,10 @@ def print_findings(findings: list[dict[str, Any]], megabits: float) -> None:
 def print_ratios(comparisons: dict[int, harness.Comparison], findings: list[dict[str, Any]]) -> None:
     """Print full over hybrid, beside what gloo, an ideal ring and a large cluster should show."""
     for micro_steps, comparison in comparisons.items():
-        hybrid, full, staged = (f for f in findings if f["micro_steps"] == micro_steps)
+        hybrid, full, staged, chosen = (f for f in findings if f["micro_steps"] == micro_steps)
         seconds = report.ratio_to_reference(comparison, comparison.runs[1])
         of_staged = report.ratio_to_reference(comparison, comparison.runs[2])
+        of_chosen = report.ratio_to_reference(comparison, comparison.runs[3])
         here = {"nodes": NODES, "ranks_per_node": RANKS_PER_NODE, "micro_steps": micro_steps}
         print(
             f"k = {micro_steps}: full / hybrid: time {seconds.median:.2f} ({seconds.low:.2f} .. {seconds.high:.2f}), "
@@ -143,6 +151,11 @@ def print_ratios(comparisons: dict[int, harness.Comparison], findings: list[dict
             f"k = {micro_steps}: full in two stages / full: time {of_staged.median / seconds.median:.2f}, bytes "
             f"{staged['egress_bytes'] / full['egress_bytes']:.2f}; predicted bytes: "
             f"{staged['predicted_bytes'] / full['predicted_bytes']:.2f}"
+        )
+        way = "two stages" if chosen["predicted_bytes"] < full["predicted_bytes"] else "one stage"
+        print(
+            f"k = {micro_steps}: gathers as measured at the start: {way}; time {of_chosen.median / seconds.median:.2f} "
+            f"of full, bytes {chosen['egress_bytes'] / full['egress_bytes']:.2f}"
         )
 
 

@@ -46,6 +46,8 @@ class Sharding(Enum):
     """Over all ranks of all nodes."""
     STAGED = "full, two stages"
     """The same; what crosses nodes and what stays within them are collectives of their own."""
+    AUTO = "full, gathers as measured"
+    """The same; gathers have two stages if that is faster."""
     HYBRID = "hybrid"
     """Over the ranks of one node; nodes are replicas."""
 
@@ -58,6 +60,7 @@ def node_egress_bytes(
     ranks_per_node: int,
     micro_steps: int = 1,
     reduce_scatter_is_all_reduce: bool = False,
+    gathers_are_staged: bool = False,
 ) -> float:
     """Bytes that leave one node in one step; see the notes of this module for the derivation.
 
@@ -68,6 +71,7 @@ def node_egress_bytes(
         ranks_per_node: ranks on each of them.
         micro_steps: forward and backward passes per optimizer step (k).
         reduce_scatter_is_all_reduce: what gloo does.
+        gathers_are_staged: what was chosen, for `Sharding.AUTO`.
     """
     if min(nodes, ranks_per_node, micro_steps) < 1:
         raise ValueError(
@@ -81,6 +85,9 @@ def node_egress_bytes(
     if sharding is Sharding.STAGED:
         return micro_steps * 3 * (nodes - 1) / nodes * model_bytes
     num_ranks = nodes * ranks_per_node
+    if sharding is Sharding.AUTO and gathers_are_staged:
+        rings = 2 if reduce_scatter_is_all_reduce else 1
+        return micro_steps * (2 * (nodes - 1) / nodes + rings * (num_ranks - 1) / num_ranks) * model_bytes
     rings = 4 if reduce_scatter_is_all_reduce else 3
     return micro_steps * rings * (num_ranks - 1) / num_ranks * model_bytes
 

@@ -111,9 +111,9 @@ class ParallelConfig:
     """Keep the logits split over the vocabulary. The loss must then be computed under `loss_parallel_context`."""
     block_classes: tuple[str, ...] = ()
     """Class names of the modules to shard one by one. Empty: the layers that the model runs as a chain."""
-    node_collectives: bool = False
+    node_collectives: bool | Literal["auto"] = False
     """Gather and reduce in two stages over a shard axis that takes several whole nodes: within nodes, and across them.
-    All nodes must have the same number of ranks.
+    All nodes must have the same number of ranks. `auto`: gather so if that is faster, as measured at the start.
     """
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward."""
@@ -214,7 +214,7 @@ class ParallelConfig:
             context_degree=self.context_parallel_degree,
             expert_degree=self.expert_parallel_degree,
             ranks_per_node=ranks_per_node,
-            node_collectives=self.node_collectives,
+            node_collectives=bool(self.node_collectives),
         )
 
     def _check_combinations(self) -> None:
@@ -422,7 +422,7 @@ def _read(path: object) -> Mapping[str, Any]:
 def _check_type(name: str, value: object, default: object) -> None:
     """Check that integers are whole numbers and booleans are booleans; JSON makes both easy to get wrong."""
     if isinstance(default, bool):
-        or_auto = name == "sm_activation_offloading"
+        or_auto = name in ("sm_activation_offloading", "node_collectives")
         if not isinstance(value, bool) and not (or_auto and value == "auto"):
             raise ConfigError(f"{name} must be true or false{' or auto' * or_auto}, but is {value!r}")
     elif isinstance(default, int) and (isinstance(value, bool) or not isinstance(value, int)):

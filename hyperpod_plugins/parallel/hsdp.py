@@ -77,7 +77,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
             )
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     if config.node_collectives:
-        use_node_collectives([*blocks, model], mesh)
+        use_node_collectives([*blocks, model], mesh, config.node_collectives)
     watch_units(model)
 
 

@@ -7,17 +7,21 @@ same index on other nodes, and the rest stays within nodes. Two nodes of eight r
     all-gather       rank r of each node gathers across nodes; then the ranks of a node gather what each has received
     reduce-scatter   the ranks of a node reduce their parts for each node; then each sum travels to its node
 
-They are used only if the configuration asks for them (`node_collectives`). A reduction adds in another order in two
-stages, so which ones are used must not depend on what was faster on a day; and all nodes must have the same number of
-ranks, which no rank knows of the others.
+They are used only if the configuration asks for them (`node_collectives`), as all nodes must have the same number of
+ranks, which no rank knows of the others. A reduction adds in another order in two stages, so whether it has two must
+not depend on what was faster on a day. A gather has the same bits in both ways: `node_collectives="auto"` measures both
+as the job starts, and gathers in two stages if that is faster. Processes that replace lost ones take over what the
+others have found, from the store.
 """
 
 # Not every supported torch has the new names of these collectives.
 # pyright: reportDeprecated=false
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import quantiles
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,32 +29,96 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.process_group import ResilientProcessGroup
 from hyperpod_plugins.parallel.topology import node_groups
 
 log = logging.getLogger(__name__)
+NodeCollectives = bool | Literal["auto"]
+_NUM_TRIALS, _NUM_WARM = 15, 3
+_MOST_BYTES = 2**26
+"""Of a gathered unit that is measured."""
+_GAIN = 0.95
+"""Two stages must take less than this part of the time, so that noise does not choose them."""
 
 
-def use_node_collectives(units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+def use_node_collectives(units: Sequence[nn.Module], mesh: DeviceMesh, chosen: NodeCollectives = True) -> None:
     """Have FSDP2 units gather and reduce in two stages, if their shard axis takes several whole nodes.
 
     Args:
         units: FSDP2 units over the last axis of `mesh`.
         mesh: of `build_mesh` for a topology with `node_collectives`, or a part of it.
+        chosen: with `auto`, only gathers have two stages, and only if they are faster here. All ranks measure together.
     """
     groups = node_groups(mesh)
     if groups is None:
         if dist.get_rank() == 0:
             log.warning(
-                "node_collectives=True has no effect: the shard axis (%d ranks) does not take several whole nodes of "
+                "node_collectives=%r has no effect: the shard axis (%d ranks) does not take several whole nodes of "
                 "two or more ranks each.",
+                chosen,
                 mesh.size(mesh.ndim - 1),
             )
         return
     gather, reduce = NodeAllGather(*groups), NodeReduceScatter(*groups)
+    if chosen == "auto" and not _is_faster(gather, units, mesh):
+        return
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        unit.set_custom_reduce_scatter(cast(Any, reduce))  # its type has no public name
+        if chosen != "auto":
+            unit.set_custom_reduce_scatter(cast(Any, reduce))  # its type has no public name
         unit.set_custom_all_gather(cast(Any, gather))
+
+
+def _is_faster(gather: "NodeAllGather", units: Iterable[nn.Module], mesh: DeviceMesh) -> bool:
+    """Whether gathers in two stages are faster for the largest of some units, as all ranks of the job have found."""
+    group, world = mesh.get_group(mesh.ndim - 1), dist.group.WORLD
+    store = world.root_store if isinstance(world, ResilientProcessGroup) else None
+    key = f"node_gathers/{group.size()}"
+    if group_health.suppresses_collectives:  # a replacement: the others have measured
+        assert store is not None
+        return store.check([key]) and store.get(key) == b"two stages"
+    own = max(sum(each.nbytes for each in unit.parameters()) for unit in units) // group.size()
+    own = max(1, min(own, _MOST_BYTES // group.size()))
+    device = torch.device(mesh.device_type)
+    given = torch.zeros(own, dtype=torch.uint8, device=device)
+    taken = torch.empty(own * group.size(), dtype=torch.uint8, device=device)
+    ways: list[Callable[[], object]] = [
+        lambda: dist.all_gather_into_tensor(taken, given, group=group),
+        lambda: gather(taken, given, group),
+    ]
+    times: list[list[float]] = [[], []]
+    for trial in range(_NUM_TRIALS):
+        for way, seconds in zip(ways, times, strict=True):
+            _synchronize(device)
+            began = time.perf_counter()
+            way()
+            _synchronize(device)
+            if trial >= _NUM_WARM:
+                seconds.append(time.perf_counter() - began)
+    # Whatever else happens makes some slower, and none faster.
+    quick = [quantiles(seconds, n=4)[0] for seconds in times]
+    slowest = torch.tensor(quick, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    flat, staged = slowest.tolist()
+    is_faster = 0.0 < staged < _GAIN * flat
+    if store is not None:
+        store.set(key, "two stages" if is_faster else "one")
+    if dist.get_rank() == 0:
+        log.warning(
+            'node_collectives="auto": gathers of %.1f MiB take %.2f ms in two stages and %.2f ms in one, so they have '
+            "%s.",
+            taken.nbytes / 2**20,
+            1e3 * staged,
+            1e3 * flat,
+            "two" if is_faster else "one",
+        )
+    return is_faster
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _Buffers:

@@ -56,6 +56,13 @@ def test_two_stages_send_each_part_to_each_other_node_once(nodes, ranks_per_node
     assert found[Sharding.STAGED] <= found[Sharding.FULL] + 1e-9
 
 
+def test_only_gathers_may_have_two_stages():
+    sizes = {"model_bytes": 8.0, "nodes": 2, "ranks_per_node": 2}
+    one, two = (node_egress_bytes(sharding=Sharding.AUTO, gathers_are_staged=each, **sizes) for each in (False, True))
+    assert one == node_egress_bytes(sharding=Sharding.FULL, **sizes) == 18.0
+    assert two == 2 * 4.0 + 6.0
+
+
 @pytest.mark.parametrize(("sharding", "gigabytes"), [(Sharding.FULL, 42), (Sharding.HYBRID, 28)])
 def test_a_7b_model_in_bfloat16_on_many_nodes(sharding, gigabytes):
     egress = node_egress_bytes(sharding=sharding, model_bytes=7e9 * 2, nodes=1000, ranks_per_node=8)

@@ -11,6 +11,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
 from hyperpod_plugins.parallel.topology import check_nodes_are_alike
 
+NUM_TRIALS = 15
 OPTIONS = {
     "full": {},
     "recomputed, chunks": {"activation_checkpointing": True, "loss_chunks": 3},
@@ -99,6 +100,59 @@ def two_stages():
         trained[name] = train_on_mesh(model(), {"node_collectives": True, **options})
         assert (sum(calls.values()) > before) is (name != "one node"), name
     return calls, results, gathered, trained
+
+
+def chosen_by_time():
+    """Calls of both stages, and the store's value, where two stages are made slow, and where one is."""
+    import time
+
+    from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.comm.health import Phase
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, node_collectives
+
+    dist.init_process_group("hyperpod")
+    store, results = dist.group.WORLD.root_store, {}
+    gather, flat = node_collectives.NodeAllGather.__call__, dist.all_gather_into_tensor
+    calls = dict.fromkeys(("gather", "reduce"), 0)
+
+    def run(*args, **kwargs):
+        calls["gather"] += 1
+        time.sleep(0.02 * (slow == "two"))
+        return gather(*args, **kwargs)
+
+    def run_flat(output, given, group=None, **kwargs):
+        time.sleep(0.02 * (slow == "one" and given.dtype == torch.uint8 and dist.get_world_size(group) == 4))
+        return flat(output, given, group=group, **kwargs)
+
+    node_collectives.NodeAllGather.__call__ = run
+    dist.all_gather_into_tensor = run_flat
+    node_collectives.NodeReduceScatter.__call__ = lambda *_: calls.update(reduce=1)
+    for slow in ("two", "one"):
+        before = calls["gather"]
+        trained = train_on_mesh(model(), {"node_collectives": "auto"})
+        results[slow] = (calls["gather"] - before, store.get("node_gathers/4"), trained)
+    mesh = build_mesh(ParallelConfig(node_collectives=True).topology(4, ranks_per_node=2), DEVICE)
+    group_health.phase, before = Phase.DETACHED, group_health.phase  # as in a replacement
+    results["replacement"] = node_collectives._is_faster(None, [], mesh["shard"])
+    group_health.phase = before
+    return calls, results
+
+
+@pytest.mark.spawns
+def test_gathers_have_two_stages_where_these_are_faster(run_ranks):
+    found = run_ranks(chosen_by_time, world_size=4, nodes=2)
+    for calls, results in found:
+        assert calls["reduce"] == 0
+        (measured, told, plain), (used, told_of_two, staged) = results["two"], results["one"]
+        assert (told, told_of_two, results["replacement"]) == (b"one", b"two stages", True)
+        assert measured == NUM_TRIALS < used
+        for one, other in zip(plain, staged, strict=True):  # the same bits
+            values = (
+                zip(one.values(), other.values(), strict=True)
+                if isinstance(one, dict)
+                else zip(one, other, strict=True)
+            )
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in values)
 
 
 @pytest.mark.spawns
