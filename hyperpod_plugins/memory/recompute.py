@@ -17,10 +17,11 @@ and they run as they are, compiled by themselves or not.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -50,6 +51,7 @@ _MARKS = (
 its recomputation."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _CALL = "_hyperpod_call"
+_BETWEEN = ("torch.autograd", "torch._compile", "torch._dynamo")
 _LARGEST_KEPT = 1 << 20  # bytes
 
 
@@ -83,6 +85,21 @@ def set_recomputed(block: nn.Module, is_recomputed: bool) -> None:
 def recomputes_itself(model: nn.Module) -> bool:
     """Whether a model checkpoints activations by its own means, such as `gradient_checkpointing_enable()`."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def offloads_itself(model: nn.Module) -> bool:
+    """Whether what a model's own checkpointing keeps goes to the host by torch's `save_on_cpu` around the checkpoint.
+
+    So do models of transformers after `activation_checkpointing_enable(offload=True)`.
+    """
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        while isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is not None and "save_on_cpu" in code.co_names and getattr(module, "gradient_checkpointing", False):
+            return True
+    return False
 
 
 def is_in_backward() -> bool:
@@ -309,6 +326,23 @@ def is_in_checkpoint() -> bool:
     """Whether the caller runs directly within torch's checkpoint function that is not reentrant."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+def is_saved_by_checkpoint(block: nn.Module) -> bool:
+    """Whether a hook for saved tensors, which is the caller, was called for what a checkpoint function keeps.
+
+    Such a function is the first that has called it, besides those of autograd and those that leave it out of graphs. A
+    compiled block that checkpoints itself has the checkpoint in its graph, which saves nothing else.
+
+    Args:
+        block: That the tensor is saved in.
+    """
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "")
+    has_in_graph = block.training and bool(getattr(block, "gradient_checkpointing", False))
+    return module == "torch.utils.checkpoint" or (has_in_graph and module.startswith("torch._functorch"))
 
 
 def _has_own_call(block: nn.Module) -> bool:

@@ -229,9 +229,10 @@ def test_a_second_backward_finds_the_inputs_again():
     assert all(torch.equal(2 * one, parameter.grad) for one, parameter in zip(first, model.parameters(), strict=True))
 
 
-def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never():
+@pytest.mark.parametrize("horizon", [1, 2, 20])
+def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never(horizon):
     model = Chain()
-    offload = offloaded(model)
+    offload = offloaded(model, horizon=horizon)
     mask = torch.ones(ROWS, WIDTH)
     gradients(model, batch(), mask)
     assert offload.stored_bytes == 6 * INPUT_BYTES  # the mask with the first block
@@ -240,6 +241,51 @@ def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never():
     model.blocks[0](torch.randn(2 * ROWS, WIDTH)[:ROWS]).mean().backward()
     model.blocks[0](torch.randn(4, WIDTH)).mean().backward()  # small
     assert offload.stored_bytes == before
+
+
+def test_a_tensor_is_stored_once_until_it_changes():
+    """Once its copy on the host is complete, it may."""
+    model = Chain()
+    offload, mask = offloaded(model, horizon=1), torch.ones(ROWS, WIDTH)
+    x = model.blocks[0](mask, mask)
+    assert offload.stored_bytes == INPUT_BYTES
+    x = model.blocks[1](x)
+    mask.add_(1)
+    x = model.blocks[2](x, mask)
+    model.blocks[3](x, mask).square().mean().backward()
+    assert offload.stored_bytes == 5 * INPUT_BYTES  # the mask twice, and three inputs
+
+    plain = Chain()
+    x = plain.blocks[1](plain.blocks[0](torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)))
+    plain.blocks[3](plain.blocks[2](x, mask), mask).square().mean().backward()
+    for block, other in zip(plain.blocks[:4], model.blocks, strict=False):
+        assert torch.equal(block.up.weight.grad, other.up.weight.grad)
+
+
+class Loop(Chain):
+    """Runs its blocks several times in a forward, as models with shared layers do."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks] * 3:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("horizon", [1, 2, 20])
+@pytest.mark.parametrize("copies", [None, Queued])
+def test_of_a_block_that_runs_several_times_the_last_call_alone_keeps_its_input(num_blocks, horizon, copies):
+    plain, model = Loop(num_blocks), Loop(num_blocks)
+    recompute_blocks(plain.blocks)
+    offload, counts = offloaded(model, horizon=horizon, copies=copies and copies()), []
+    model.blocks[0].up.register_forward_hook(lambda *_: counts.append(on_device(offload)))
+    for step in range(2):
+        wanted, found = gradients(plain, batch(step)), gradients(model, batch(step))
+        assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    assert offload.stored_bytes == 2 * (3 * num_blocks - 1) * INPUT_BYTES
+    assert max(counts) <= horizon
+    assert offload.pool.used_bytes == 0
 
 
 class InPlace(nn.Module):
@@ -309,7 +355,8 @@ def alone():
     dist.destroy_process_group()
 
 
-def llama(is_reentrant):
+def llama(is_reentrant, **options):
+    """Options are those of `activation_checkpointing_enable`."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -323,7 +370,7 @@ def llama(is_reentrant):
     model = transformers.LlamaForCausalLM(config).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its newer name
-        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant}, **options)
     return model, {"input_ids": torch.arange(2 * 37).view(2, 37)}
 
 
@@ -331,14 +378,23 @@ def called(is_reentrant):
     return Chain(num_blocks=4, by="call, reentrant" if is_reentrant else "call, non-reentrant"), {"x": batch()}
 
 
+@pytest.fixture
+def offloads(alone, monkeypatch):
+    """Those that models have, of tensors of all sizes."""
+    module, found = sys.modules["hyperpod_plugins.parallel.parallelize"], []
+    attach = module.attach_offload
+    monkeypatch.setattr(module, "attach_offload", lambda *args, **more: found.append(attach(*args, **more)))
+    monkeypatch.setattr("hyperpod_plugins.memory.offload.MIN_BYTES", 1)
+    return found
+
+
+LLAMA_INPUT_BYTES = 2 * 37 * 32 * 4
+
+
 @pytest.mark.parametrize("horizon", [1, 3])
 @pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize(("make", "input_bytes"), [(llama, 2 * 37 * 32 * 4), (called, INPUT_BYTES)])
-def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, horizon, alone, monkeypatch):
-    module, offloads = sys.modules["hyperpod_plugins.parallel.parallelize"], []
-    attach = module.attach_offload
-    monkeypatch.setattr(module, "attach_offload", lambda *args, **more: offloads.append(attach(*args, **more)))
-    monkeypatch.setattr("hyperpod_plugins.memory.offload.MIN_BYTES", 1)
+@pytest.mark.parametrize(("make", "input_bytes"), [(llama, LLAMA_INPUT_BYTES), (called, INPUT_BYTES)])
+def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, horizon, offloads):
     found = []
     for options in ({}, {"sm_activation_offloading": True, "activation_loading_horizon": horizon}):
         model, kwargs = make(is_reentrant)
@@ -354,6 +410,52 @@ def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, hori
     (offload,) = offloads
     assert offload.stored_bytes == 2 * 3 * input_bytes
     assert offload.pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_training", "num_stored"), [({"every_n_layers": 2}, True, 2), ({}, False, 0), ({}, True, 3)]
+)
+def test_what_blocks_that_recompute_nothing_keep_stays_on_the_device(
+    options, is_training, num_stored, is_reentrant, offloads, caplog
+):
+    """Layers of transformers recompute in training mode only: all that they save would be copied, not their inputs."""
+    gradients = []
+    for is_offloaded in (False, True):
+        model, batch = llama(is_reentrant, **options)
+        config = ParallelConfig(sm_activation_offloading=is_offloaded)
+        parallelize(model.train(is_training), build_mesh(config.topology(1), "cpu"), config)
+        for _ in range(2):
+            model(**batch).logits.square().mean().backward()
+        gradients.append([each.grad.to_local() for each in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert offloads[0].stored_bytes == 2 * num_stored * LLAMA_INPUT_BYTES
+    assert caplog.text.count("LlamaDecoderLayer recomputes nothing in this forward") == (num_stored < 3)
+
+
+@pytest.mark.parametrize("is_offloaded", [True, "auto"])
+def test_the_offload_of_transformers_is_refused_beside_ours(is_offloaded, alone):
+    model, _ = llama(False, offload=True)
+    config = ParallelConfig(sm_activation_offloading=is_offloaded)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM keeps .*Leave offload=True out"):
+        parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+    model, _ = llama(False, offload=True)
+    model.activation_checkpointing_disable()
+    parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+
+
+@pytest.mark.slow_single
+@pytest.mark.filterwarnings("ignore")  # of dynamo, many
+def test_compiled_blocks_that_checkpoint_themselves(offloads):
+    """Their graphs have the checkpoint within them."""
+    model, batch = llama(False)
+    config = ParallelConfig(sm_activation_offloading=True)
+    parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    model(**batch).logits.square().mean().backward()
+    [offload] = offloads
+    assert 3 * LLAMA_INPUT_BYTES <= offload.stored_bytes < 4 * LLAMA_INPUT_BYTES  # and the angles of positions
 
 
 def test_host_memory_may_come_back_while_a_pool_is_used():
