@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
-from hyperpod_plugins.memory.host_pool import parse_cpu_list
+from hyperpod_plugins.memory.host_pool import block_size, parse_cpu_list
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.parallel.parallelize import attach_offload
 
@@ -151,6 +151,20 @@ def test_a_steady_step_allocates_no_host_memory():
     for seed in range(5):
         gradients(model, batch(seed))
     assert offload.pool.num_allocations == num_allocations
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 5 * 512 * WIDTH * 4])
+def test_steps_of_all_lengths_share_a_few_blocks_of_host_memory(budget_bytes):
+    """The smaller budget is what the longest step needs."""
+    model = Chain()
+    offload = offloaded(model, pool=HostPool(CPU, budget_bytes=budget_bytes))
+    lengths = torch.randint(32, 513, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    for length in lengths:
+        model(torch.randn(length, WIDTH)).square().mean().backward()
+    assert offload.stored_bytes == 5 * sum(lengths) * WIDTH * 4  # nothing was refused
+    assert offload.pool.num_allocations <= 40  # of 500 that are needed
+    assert offload.pool.allocated_bytes <= min(budget_bytes, 5 * 5 * 512 * WIDTH * 4)
+    assert offload.pool.used_bytes == 0
 
 
 def test_micro_batches_may_overlap_in_either_order():
@@ -474,6 +488,29 @@ def test_an_evaluation_stores_nothing():
     with torch.no_grad():
         model(batch())
     assert offload.stored_bytes == 0
+
+
+def test_sizes_of_blocks_are_eighths_of_powers_of_two():
+    for num_bytes in (1, 4096, 4097, 9 * 4096, 1 << 20, (1 << 20) + 1, 1_200_000, 3 << 30):
+        size = block_size(num_bytes)
+        assert size % 4096 == 0
+        assert num_bytes <= size < max(num_bytes * 9 / 8, num_bytes + 4096)
+    assert len({block_size(num_bytes) for num_bytes in range((1 << 20) + 1, 2 << 20, 1000)}) == 8
+
+
+def test_a_tensor_takes_the_free_block_that_fits_best():
+    pool, page = HostPool(CPU, budget_bytes=14 * 4096), 4096
+    small, middle, large = [pool.acquire(num_pages * page) for num_pages in (2, 4, 8)]
+    for block in (large, middle, small):
+        pool.release(block)
+    assert pool.acquire(3 * page) is middle
+    assert pool.acquire(3 * page) is large  # rather than another one, for which there is no room
+    assert pool.used_bytes == 12 * page
+    pool.release(large)
+    pool.release(middle)
+    assert pool.acquire(9 * page) is not None  # in place of the others, which were returned earlier
+    assert pool.acquire(4 * page) is middle
+    assert (pool.allocated_bytes, pool.num_refused) == (13 * page, 0)
 
 
 def test_a_pool_gives_blocks_of_former_sizes_away():
