@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -128,6 +129,57 @@ def test_gradients_are_those_of_recomputation_alone_bit_for_bit(by, horizon, cop
         assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
     assert offload.stored_bytes == 3 * 5 * INPUT_BYTES  # of all blocks but the last
     assert offload.pool.used_bytes == 0
+
+
+class Cheap(nn.Module):
+    """Computes faster than its input is copied."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.by = nn.Parameter(torch.randn(width)), None
+
+    def forward(self, x):
+        return x + torch.tanh(x * self.scale)
+
+
+class Racing(Queued):
+    """Copies that the computation does not wait for."""
+
+    def wait(self, mark):
+        pass
+
+    finish = Queued.wait
+
+
+def cheap_chain(width):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Cheap(width) for _ in range(8))).to(DEVICE)
+    recompute_blocks([*model])
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("horizon", [1, 2, 4])
+@pytest.mark.parametrize("copies", [None, Racing])
+def test_no_step_computes_before_its_copies_have_ended(horizon, copies):
+    """Steps of several lengths, each with other values: what is on the host from the one before would be noticed."""
+    if copies is not None and DEVICE != "cpu":
+        pytest.skip("copies that do not wait show on the CPU that this test can fail")
+    width, lengths = (4096, (4096, 512, 8192, 2048)) if DEVICE != "cpu" else (WIDTH, (64, 16, 128, 32))
+    plain, model = cheap_chain(width), cheap_chain(width)
+    offload = ActivationOffload(torch.device(DEVICE), min_bytes=1024, horizon=horizon, copies=copies and copies())
+    offload.attach([*model])
+    are_equal = []
+    for step, length in enumerate(lengths * 3):
+        generator = torch.Generator().manual_seed(step)
+        x, found = torch.randn(length, width, generator=generator).to(DEVICE), []
+        for each in (plain, model):
+            each.zero_grad()
+            each(x.clone().requires_grad_()).square().mean().backward()
+            found.append([parameter.grad.clone() for parameter in each.parameters()])
+        are_equal.append(all(map(torch.equal, *found)))
+    assert all(are_equal) == (copies is None)
+    assert offload.stored_bytes == 3 * 7 * sum(lengths) * width * 4
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 3])
