@@ -152,9 +152,9 @@ def offload_as_accelerate(model: Any) -> None:
     fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
 
 
-def step_of(model: nn.Module, tokens: int, device: torch.device) -> Callable[[], float]:
+def step_of(model: nn.Module, tokens: int, device: torch.device, *, seed: int = 1) -> Callable[[], float]:
     """Forward and backward of random tokens; returns the loss. The first call creates the gradients."""
-    vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(1)
+    vocabulary, generator = model.config.vocab_size, torch.Generator().manual_seed(seed)
     batch = torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
 
     def step() -> float:

@@ -11,15 +11,18 @@ their loss in chunks. A contender that runs out of memory takes no part in longe
 where the host has no memory for all activations: some seventeen times the inputs of blocks.
 
 Limits, for an H200: from 32,768 tokens on, our offload takes at most 0.5 % more than recomputation, and less than both
-others; a model of 4 to 8 B parameters trains on 262,144 tokens.
+others; a model of 4 to 8 B parameters trains on 262,144 tokens. Before any step is timed, gradients of steps of several
+lengths must have the same bits with our offload and without, or it computes with what is not copied yet.
 """
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from benchmarks import memory
@@ -34,6 +37,7 @@ LONG, LONGEST = 32_768, 262_144
 REFERENCE, OURS = "recompute", "recompute + offload"
 BUILT_IN = ("transformers offload", "Accelerate offload")
 ALL_SAVED = "torch save_on_cpu"
+COMPARED_LENGTHS = [8192, 512, 4096, 1024, 16_384, 2048, 8192, 4096]
 TIMES_INPUTS = 2 * 17  # what it keeps, and pinned memory in powers of two
 WAYS = {
     REFERENCE: Way(checkpointing="ours"),
@@ -79,17 +83,63 @@ def limits_of(found: Found, lengths: list[int]) -> list[Limit]:
     return limits
 
 
+@contextmanager
+def deterministic() -> Generator[None]:
+    """Let attention and embeddings add up their gradients in the same order each time, where they can."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def compare_bits(model: nn.Module, lengths: Sequence[int], chunks: int) -> Limit:
+    """Whether gradients of recomputed steps have the same bits with our offload, each step with other tokens.
+
+    Recomputation without the offload is compared with itself, too: if it differs, there is nothing to compare with.
+    """
+    device, tracker = one_device.this_device(), TrackedMemory()
+    first, again, ours = (one_device.shared_copy(model) for _ in range(3))  # their gradients are those of the model
+    offload = None
+    for own, name in ((first, REFERENCE), (again, REFERENCE), (ours, OURS)):
+        offload = memory.apply(replace(WAYS[name], chunks=chunks), own, device, tracker)
+    assert offload is not None
+    equal = {id(own): 0 for own in (again, ours)}
+    with deterministic():
+        for seed, tokens in enumerate(lengths):
+            memory.step_of(first, tokens, device, seed=seed)()
+            wanted = [each.grad.clone() for each in first.parameters()]
+            for own in (again, ours):
+                memory.step_of(own, tokens, device, seed=seed)()
+                found = (each.grad for each in own.parameters())
+                equal[id(own)] += all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    steps, stored = len(lengths), offload.stored_bytes
+    what = f"{OURS}: gradients of {steps} steps of {min(lengths)} to {max(lengths)} tokens have the bits of {REFERENCE}"
+    measured = f"{equal[id(ours)]} equal, {stored / 2**20:.1f} MiB offloaded"
+    if stored and equal[id(ours)] == steps:
+        held = "met"
+    elif not stored or equal[id(again)] == steps:
+        held = "missed"
+    else:
+        held = f"not decided: {REFERENCE} repeats its own bits in {equal[id(again)]} steps"
+    return Limit(what=what, measured=measured, held=held)
+
+
 def title_of(tokens: int) -> str:
     return f"{tokens} tokens"
 
 
-def run(args: argparse.Namespace) -> Found:
+def model_of(args: argparse.Namespace) -> nn.Module:
+    """The model that all contenders train."""
+    device = one_device.this_device()
+    if args.quick:
+        return one_device.with_gradients(memory.build(device))
+    return one_device.recipe_model("qwen3_4b_long_context", device, max_position_embeddings=1 << 20)
+
+
+def run(model: nn.Module, args: argparse.Namespace) -> Found:
     """All lengths, one after the other."""
     device, found = one_device.this_device(), Found(reference=REFERENCE)
-    if args.quick:
-        model = one_device.with_gradients(memory.build(device))
-    else:
-        model = one_device.recipe_model("qwen3_4b_long_context", device, max_position_embeddings=1 << 20)
     ways = {name: replace(way, chunks=args.chunks) for name, way in WAYS.items()}
     if device.type == "cpu":
         del ways[BUILT_IN[0]]
@@ -107,10 +157,14 @@ def run(args: argparse.Namespace) -> Found:
 
 def main(arguments: list[str] | None = None) -> int:
     args = one_device.arguments_of(__doc__.splitlines()[0], arguments, tokens=LENGTHS, chunks=32)
+    compared = COMPARED_LENGTHS
     if args.quick:
-        args.tokens, args.chunks = [64, 128], 2
-    found = run(args)
-    one_device.tell("offload", found, limits_of(found, args.tokens), args)
+        args.tokens, args.chunks, compared = [64, 128], 2, [128, 64, 96]
+    model = model_of(args)
+    bits = compare_bits(model, compared, args.chunks)
+    one_device.free(one_device.this_device())
+    found = run(model, args)
+    one_device.tell("offload", found, [bits, *limits_of(found, args.tokens)], args)
     return 0
 
 

@@ -3,6 +3,11 @@
 Pinning costs about 3 ms for each allocation and synchronizes, so blocks are kept and used again: a training step whose
 tensors have the sizes of earlier ones allocates nothing. torch's own cache of pinned memory rounds sizes up to powers
 of two; blocks here are whole pages of their own, registered with CUDA.
+
+[Note: sizes of blocks] Sequences may have another length in each step. A block is an eighth of a power of two larger
+than its tensor at most, so that a few sizes serve all lengths. A tensor takes the smallest free block that is large
+enough, if it fills half of it. Where the budget does not allow a new block, it takes a free one of any size; then
+free blocks are given back to the system for it, those first that have not been used for longest.
 """
 
 import contextlib
@@ -12,7 +17,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +28,8 @@ import torch
 from hyperpod_plugins.env import WorkerEnv
 
 log = logging.getLogger(__name__)
+_MOST_TIMES = 2
+"""The size of a free block, of that of the tensor that it serves, unless there is no other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +37,7 @@ class HostBlock:
     """Host memory that one tensor uses at a time."""
 
     memory: torch.Tensor
-    """uint8 `(bytes,)`, whole pages."""
+    """uint8 `(bytes,)`, whole pages; often more than the tensor takes."""
     last_copy: object = None
     """Mark of the last copy that reads it, for which the next copy into it must wait; None for none."""
 
@@ -52,14 +59,14 @@ class HostPool:
         """
         self._device = device
         self.budget_bytes = budget_bytes or host_share() // 2
-        self._free: defaultdict[int, list[HostBlock]] = defaultdict(list)
+        self._free: list[HostBlock] = []  # in the order in which they were returned
         self._returned: deque[HostBlock] = deque()  # appending takes no lock: a finalizer may run anywhere
         self._lock = threading.Lock()
         self._used_bytes = 0
         self.allocated_bytes = 0
         """Size of all blocks, in use or free."""
         self.num_allocations = 0
-        """Blocks allocated so far; constant once every size has been seen."""
+        """Blocks allocated so far; constant in steps with the sizes of earlier ones."""
         self.num_refused = 0
         """Requests that the budget did not allow."""
 
@@ -72,22 +79,24 @@ class HostPool:
 
     def acquire(self, num_bytes: int) -> HostBlock | None:
         """Return a block of at least `num_bytes`, with any content; None if the budget does not allow it."""
-        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = block_size(num_bytes)
         with self._lock:
             self._take_back()
-            if self._free[size]:
-                self._used_bytes += size
-                return self._free[size].pop()
+            block = self._best_free(num_bytes, num_bytes * _MOST_TIMES)
             excess = self.allocated_bytes + size - self.budget_bytes
-            if excess > 0:
-                excess -= self._drop_free(excess)
-            if excess > 0:
-                self.num_refused += 1
-                return None
-            block = HostBlock(allocate_near(self._device, size))
-            self.allocated_bytes += size
-            self._used_bytes += size
-            self.num_allocations += 1
+            if block is None and excess > 0:
+                block = self._best_free(num_bytes, self.budget_bytes)
+            if block is None and excess > 0:
+                missing = max(0, excess - self._drop_free(excess))
+                size = max(size - missing, _whole_pages(num_bytes, 1))
+            if block is None:
+                if self.allocated_bytes + size > self.budget_bytes:
+                    self.num_refused += 1
+                    return None
+                block = HostBlock(allocate_near(self._device, size))
+                self.allocated_bytes += size
+                self.num_allocations += 1
+            self._used_bytes += block.num_bytes
             return block
 
     def release(self, block: HostBlock) -> None:
@@ -98,22 +107,40 @@ class HostPool:
         while self._returned:
             block = self._returned.popleft()
             self._used_bytes -= block.num_bytes
-            self._free[block.num_bytes].append(block)
+            self._free.append(block)
+
+    def _best_free(self, num_bytes: int, most_bytes: float) -> HostBlock | None:
+        """The smallest free block that has `num_bytes`, and at most `most_bytes`; of equal ones, the oldest."""
+        fitting = [each for each in self._free if num_bytes <= each.num_bytes <= most_bytes]
+        best = min(fitting, key=lambda each: each.num_bytes, default=None)
+        if best is not None:
+            self._free.remove(best)
+        return best
 
     def _drop_free(self, num_bytes: int) -> int:
         """Free blocks until at least `num_bytes` are free, or none is left; returns how many were freed.
 
-        Sequence lengths may have changed, so blocks of other sizes may never be used again.
+        Those that were used last stay: sequence lengths may have changed, and other sizes may never be used again.
         """
         freed = 0
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and freed < num_bytes:
-                block = self._free[size].pop()
-                if isinstance(block.last_copy, torch.cuda.Event):
-                    block.last_copy.synchronize()
-                self.allocated_bytes -= size
-                freed += size
+        while self._free and freed < num_bytes:
+            block = self._free.pop(0)
+            if isinstance(block.last_copy, torch.cuda.Event):
+                block.last_copy.synchronize()
+            self.allocated_bytes -= block.num_bytes
+            freed += block.num_bytes
         return freed
+
+
+def block_size(num_bytes: int) -> int:
+    """Size of a new block: whole pages, rounded up to an eighth of a power of two."""
+    step = 1 << max(0, (num_bytes - 1).bit_length() - 4)
+    return _whole_pages(num_bytes, step)
+
+
+def _whole_pages(num_bytes: int, step: int) -> int:
+    step = max(step, mmap.PAGESIZE)
+    return -(-num_bytes // step) * step
 
 
 def host_share() -> int:

@@ -10,7 +10,11 @@ and back when its backward does. Parameters, their views and small tensors stay 
                              before it are being copied
 
 So at most `horizon` = h blocks have their inputs on the device at once. The last block keeps its input: it is needed
-first. This is the meaning of `activation_loading_horizon` in SMP v2.
+first. This is the meaning of `activation_loading_horizon` in SMP v2. If another block begins after it, it was not the
+last one, such as a block that runs several times in a forward, and its input is copied then.
+
+What a block saves outside of a checkpoint function stays on the device, too: a block that is not recomputed needs all
+of it in its backward, and to copy it takes longer than the block.
 
 [Note: streams] A copy is ordered by events only. The tensor on the device belongs to the compute stream: it is
 allocated there, and it is freed there after that stream has waited for the copy, so the allocator may reuse the memory
@@ -30,13 +34,21 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.host_pool import HostBlock, HostPool
-from hyperpod_plugins.memory.recompute import is_in_backward, is_in_checkpoint, leave_out_of_graphs, surround
+from hyperpod_plugins.memory.recompute import (
+    is_in_backward,
+    is_in_checkpoint,
+    is_saved_by_checkpoint,
+    leave_out_of_graphs,
+    surround,
+)
 
 log = logging.getLogger(__name__)
 MIN_BYTES = 64 * 1024
@@ -129,11 +141,10 @@ class StreamCopies:
 
 
 class _Kept:
-    """One input of a block, kept on the host until its backward; autograd holds it in place of the tensor."""
+    """One input of a block, kept on the host until its backward."""
 
-    def __init__(self, offload: "ActivationOffload", call: "_Call", saved: Tensor, block: HostBlock) -> None:
+    def __init__(self, offload: "ActivationOffload", saved: Tensor, block: HostBlock) -> None:
         local = _local(saved)
-        self.call = call
         self._offload = offload
         self._block = block
         self._layout = _Layout.of(saved) if isinstance(saved, DTensor) else None
@@ -141,6 +152,7 @@ class _Kept:
         self._on_host = block.memory[: self.num_bytes].view(local.dtype).view(local.shape)
         self.source: Tensor | None = local
         """The tensor on the device, until its memory is freed there."""
+        self._storage = StorageWeakRef(local.untyped_storage())
         self._version = local._version
         self._device = local.device
         self._loaded: Tensor | None = None
@@ -152,6 +164,16 @@ class _Kept:
     def is_on_device(self) -> bool:
         """Whether it takes memory on the device, besides what `take` has returned."""
         return self.source is not None or self._loaded is not None
+
+    def is_copy_of(self, saved: Tensor) -> bool:
+        """Whether it is what it would be if a tensor was stored now."""
+        local = _local(saved)
+        return (
+            self._storage == StorageWeakRef(local.untyped_storage())
+            and (self._version, self._on_host.shape) == (local._version, local.shape)
+            and self._on_host.dtype == local.dtype
+            and self._layout == (_Layout.of(saved) if isinstance(saved, DTensor) else None)
+        )
 
     def free_source(self) -> None:
         """Free the memory on the device; the computation waits until the copy to the host has ended.
@@ -201,26 +223,68 @@ class _Kept:
         self._offload.pool.release(self._block)
 
 
-@dataclass(slots=True, eq=False)
-class _Resident:
-    """An input of a block that stays on the device. torch does not notice if it is changed in place, so this does."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Packed:
+    """What autograd holds in place of a tensor that a block has saved."""
 
     call: "_Call"
-    saved: Tensor
+    saved: Tensor | None
+    """The tensor, as long as it stays on the device; torch does not notice if it is changed in place, so this does."""
     version: int
+    kept: _Kept | None = None
+    """Instead of the tensor, from when it is copied to the host."""
+
+    def tensor_on_device(self) -> Tensor:
+        """The tensor, for a backward.
+
+        Raises:
+            ConfigError: It was changed in place.
+        """
+        if self.kept is not None:
+            return self.kept.take()
+        assert self.saved is not None
+        _check_version(_local(self.saved), self.version)
+        return self.saved
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Call:
-    """One call of a block in forward, alive as long as one of its inputs."""
+    """One call of a block in forward, alive as long as something that it has saved."""
 
+    block: nn.Module
     is_last: bool
     """Whether the block is the model's last one."""
     kept: "list[ref[_Kept]]" = field(default_factory=list)
+    waiting: "list[ref[_Packed]]" = field(default_factory=list)
+    """What it has saved for the host, to be copied if another call follows, as it is the last one so far."""
+    is_recomputed: bool = False
+    """Whether a checkpoint function has saved something in it."""
+    has_saved: bool = False
 
     def alive(self) -> list[_Kept]:
-        """What it has saved, as far as autograd still holds it."""
+        """What it keeps on the host, as far as autograd still holds it."""
         return [kept for each in self.kept if (kept := each()) is not None]
+
+    def take_waiting(self) -> list[_Packed]:
+        """What autograd still holds of what waits, which waits no longer."""
+        waiting, self.waiting = self.waiting, []
+        return [packed for each in waiting if (packed := each()) is not None]
+
+
+@dataclass(slots=True, eq=False)
+class _Input:
+    """A tensor that a call of a block has saved for the host, and that may be the input of others, such as a mask."""
+
+    storage: StorageWeakRef
+    version: int
+    call: "ref[_Call]"
+    """The first one."""
+    is_shared: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the tensor exists, and either the call or others that share it."""
+        return not self.storage.expired() and (self.is_shared or self.call() is not None)
 
 
 class ActivationOffload:
@@ -257,8 +321,9 @@ class ActivationOffload:
         self._num_begun = 0  # blocks since the last one that offloads
         self._lock = threading.RLock()
         self._calls: list[ref[_Call]] = []  # in the order of forward
-        self._entered: list[tuple[nn.Module, saved_tensors_hooks]] = []
-        self._shared: list[ref[Tensor]] = []  # inputs of several blocks, such as a mask
+        self._entered: list[tuple[_Call, saved_tensors_hooks]] = []
+        self._inputs: list[_Input] = []
+        self._has_told = False
         self.stored_bytes = 0
         """Bytes copied to the host so far."""
 
@@ -275,6 +340,7 @@ class ActivationOffload:
             surround(block, partial(self._begin, index, block is blocks[-1]), self._end)
             leave_out_of_graphs(block)
 
+    @_disable_dynamo
     def _begin(self, index: int, is_last: bool, block: nn.Module, _: object, __: object) -> None:
         if not torch.is_grad_enabled():
             return  # an evaluation
@@ -285,12 +351,14 @@ class ActivationOffload:
         if is_in_checkpoint():
             raise _within_checkpoint(block)
         self._seen.add(index)
-        call = _Call(is_last) if self._goes_to_host is None or self._goes_to_host(index) else None
+        call = _Call(block, is_last) if self._goes_to_host is None or self._goes_to_host(index) else None
         with self._lock:
             self._num_begun = self._num_begun + 1 if call is None else 0
             if call is not None:
                 self._calls.append(ref(call))
             alive = self._alive_calls()
+            for packed in [each for earlier in alive if earlier is not call for each in earlier.take_waiting()]:
+                self._store(packed)
             for earlier in alive[: max(0, len(alive) - max(0, self.horizon - self._num_begun))]:
                 for kept in earlier.alive():
                     kept.free_source()
@@ -298,37 +366,64 @@ class ActivationOffload:
             return
         hooks = saved_tensors_hooks(partial(self._pack, call), self._unpack)
         hooks.__enter__()
-        self._entered.append((block, hooks))
+        self._entered.append((call, hooks))
 
-    def _end(self, block: nn.Module, *_: object) -> None:
-        if self._entered and self._entered[-1][0] is block:
-            self._entered.pop()[1].__exit__(None, None, None)
+    def _end(self, block: nn.Module, _: object, output: object) -> None:
+        if not self._entered or self._entered[-1][0].block is not block:
+            return
+        call, hooks = self._entered.pop()
+        hooks.__exit__(None, None, None)
+        if output is None or call.is_recomputed or not call.has_saved or self._has_told:
+            return
+        self._has_told = True
+        log.warning(
+            "activation_offload: %s recomputes nothing in this forward by torch's checkpoint function, so what it "
+            "keeps stays on the device. Layers of transformers recompute in training mode only (model.train()), and "
+            "one in n of them with every_n_layers=n. Without the model's own checkpointing, activation_offload "
+            "recomputes all blocks itself, in evaluation mode, too",
+            type(block).__name__,
+        )
 
+    @_disable_dynamo
     def _pack(self, call: _Call, saved: Tensor) -> object:
+        is_input = is_saved_by_checkpoint(call.block)
+        call.has_saved, call.is_recomputed = True, call.is_recomputed or is_input
+        packed = _Packed(call, saved, _local(saved)._version)
         with self._lock:
-            goes = self._is_worth_it(saved) and not call.is_last and not self._is_shared(saved, call)
-            block = self.pool.acquire(_size(saved)) if goes else None
-            if goes and block is None and self.pool.num_refused == 1:
-                log.warning(
-                    "host memory for activations is limited to %.1f GiB, and is full: what does not fit stays on the "
-                    "device. activation_host_memory_gib sets the limit, which is half of this rank's share by default",
-                    self.pool.budget_bytes / 2**30,
-                )
-            if block is None:
-                return _Resident(call, saved, _local(saved)._version)
-            kept = _Kept(self, call, saved, block)
-            call.kept.append(ref(kept))
-            self.stored_bytes += kept.num_bytes
-            return kept
+            if is_input and self._is_worth_it(saved) and not self._is_shared(saved, call):
+                if call.is_last:
+                    call.waiting.append(ref(packed))
+                else:
+                    self._store(packed)
+        return packed
 
+    def _store(self, packed: _Packed) -> None:
+        """Begin to copy a tensor to the host, if there is room, and let go of it."""
+        saved, call = packed.saved, packed.call
+        assert saved is not None
+        _check_version(_local(saved), packed.version)
+        packed.kept = next((each for each in call.alive() if each.is_copy_of(saved)), None)
+        if packed.kept is None:
+            block = self.pool.acquire(_size(saved))
+            if block is None:
+                if self.pool.num_refused == 1:
+                    log.warning(
+                        "host memory for activations is limited to %.1f GiB, and is full: what does not fit stays on "
+                        "the device. activation_host_memory_gib sets the limit, which is half of this rank's share by "
+                        "default",
+                        self.pool.budget_bytes / 2**30,
+                    )
+                return
+            packed.kept = _Kept(self, saved, block)
+            call.kept.append(ref(packed.kept))
+            self.stored_bytes += packed.kept.num_bytes
+        packed.saved = None
+
+    @_disable_dynamo
     def _unpack(self, packed: object) -> Tensor:
-        assert isinstance(packed, _Kept | _Resident)
+        assert isinstance(packed, _Packed)
         with self._lock:
-            if isinstance(packed, _Resident):
-                _check_version(_local(packed.saved), packed.version)
-                tensor = packed.saved
-            else:
-                tensor = packed.take()
+            tensor = packed.tensor_on_device()
             calls = self._alive_calls()
             position = calls.index(packed.call)
             for earlier in calls[max(0, position - self.horizon + 1) : position]:
@@ -355,14 +450,14 @@ class ActivationOffload:
     def _is_shared(self, saved: Tensor, call: _Call) -> bool:
         """Whether other blocks take the same tensor, such as a mask, which would be copied for each of them."""
         local = _local(saved)
-        self._shared = [each for each in self._shared if each() is not None]
-        calls = [each for each in self._alive_calls() if each is not call]
-        known = [each for one in calls for kept in one.alive() if (each := kept.source) is not None]
-        known += [_local(each) for one in self._shared if (each := one()) is not None]
-        is_shared = any(_is_same(each, local) for each in known)
-        if is_shared:
-            self._shared.append(ref(saved))
-        return is_shared
+        storage = StorageWeakRef(local.untyped_storage())
+        self._inputs = [each for each in self._inputs if each.is_known]
+        for each in self._inputs:
+            if each.storage == storage and each.version == local._version:
+                each.is_shared = each.is_shared or each.call() is not call
+                return each.is_shared
+        self._inputs.append(_Input(storage, local._version, ref(call)))
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,28 +488,23 @@ def _within_checkpoint(block: nn.Module) -> ConfigError:
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
-    """Refuse a program that recomputes with something else than it has computed with.
+    """Refuse a backward that computes with other values than the forward has.
 
     Raises:
         ConfigError: The tensor was changed in place.
     """
     if tensor._version != version:
         raise ConfigError(
-            f"an input of shape {(*tensor.shape,)} of a block that is recomputed was changed in place, so that "
-            "the block would be computed again with other values. Change the operation in the block, or of its result, "
-            "to one that is not in place (x = x * 2 for x *= 2), or do without activation_checkpointing and "
-            "activation_offload."
+            f"a tensor of shape {(*tensor.shape,)} that a block keeps for its backward, such as its input for the "
+            "recomputation, was changed in place, so that the backward would compute with other values. Change the "
+            "operation in the block, or of its result, to one that is not in place (x = x * 2 for x *= 2), or do "
+            "without activation_checkpointing and activation_offload."
         )
 
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, outside autograd."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that each fill their storage share it."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _size(tensor: Tensor) -> int:

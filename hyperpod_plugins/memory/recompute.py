@@ -17,18 +17,25 @@ and they run as they are, compiled by themselves or not.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
-from torch.distributed._composable.checkpoint_activation import checkpoint  # pyright: ignore
+from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _DEFAULT_DETERMINISM_MODE,  # pyright: ignore[reportPrivateUsage]
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    _checkpoint_without_reentrant_generator,  # pyright: ignore
+    create_selective_checkpoint_contexts,
+)
 
 from hyperpod_plugins.errors import ConfigError
 
@@ -50,6 +57,8 @@ _MARKS = (
 its recomputation."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 _CALL = "_hyperpod_call"
+_CHECKPOINT = "_hyperpod_checkpoint"
+_BETWEEN = ("torch.autograd", "torch._compile", "torch._dynamo")
 _LARGEST_KEPT = 1 << 20  # bytes
 
 
@@ -61,15 +70,24 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
     Args:
         blocks: Modules that backward computes again one by one, such as the layers of a transformer.
         kind: What is kept; "none" does nothing.
+
+    Raises:
+        ConfigError: A block is set up already, here or by torch's composable checkpoint.
     """
     if kind == "none":
         return
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if kind == "selective" else {}
     for block in blocks:
+        if _CHECKPOINT in vars(block) or "checkpoint" in (_get_registry(block) or ()):
+            raise ConfigError(
+                f"{type(block).__name__} is set up for recomputation already. Do that once, and leave "
+                "activation_checkpointing and activation_offload out if the program does it."
+            )
         block.register_forward_pre_hook(_leave_caches_out, with_kwargs=True)
         buffers = _Buffers()
         block.register_forward_pre_hook(buffers.begin, with_kwargs=True)
-        checkpoint(block, preserve_rng_state=True, **options)
+        own = vars(block)[_CHECKPOINT] = _Checkpoint(is_selective=kind == "selective")
+        block.register_forward_pre_hook(own.begin, with_kwargs=True)
+        block.register_forward_hook(own.end, prepend=True, always_call=True)
         block.register_forward_pre_hook(buffers.put, with_kwargs=True)
         block.register_forward_hook(buffers.end, always_call=True)
         leave_out_of_graphs(block)
@@ -77,12 +95,27 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
 
 def set_recomputed(block: nn.Module, is_recomputed: bool) -> None:
     """Say whether the next forward of a block that is set up for recomputation drops what it computes, or keeps it."""
-    checkpoint.state(block).enable_hook = is_recomputed
+    vars(block)[_CHECKPOINT].is_on = is_recomputed
 
 
 def recomputes_itself(model: nn.Module) -> bool:
     """Whether a model checkpoints activations by its own means, such as `gradient_checkpointing_enable()`."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def offloads_itself(model: nn.Module) -> bool:
+    """Whether what a model's own checkpointing keeps goes to the host by torch's `save_on_cpu` around the checkpoint.
+
+    So do models of transformers after `activation_checkpointing_enable(offload=True)`.
+    """
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        while isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is not None and "save_on_cpu" in code.co_names and getattr(module, "gradient_checkpointing", False):
+            return True
+    return False
 
 
 def is_in_backward() -> bool:
@@ -182,6 +215,50 @@ class _Buffers:
                 )
             found.add(name)
         return found
+
+
+class _Checkpoint:
+    """Recomputation of one block, by hooks, as by torch's composable checkpoint, which permits one backward only."""
+
+    def __init__(self, *, is_selective: bool) -> None:
+        self.is_on = True
+        """Whether the next forward is recomputed."""
+        self._is_selective = is_selective
+        self._open: Iterator[None] | None = None
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments, and from now on nothing that is saved for backward."""
+        if self.is_on:
+            self._open = _checkpoint_without_reentrant_generator(
+                block, True, self._contexts, _DEFAULT_DETERMINISM_MODE, False, True, *args, **kwargs
+            )
+            next(self._open)
+
+    def end(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
+        """Save what follows as usual."""
+        if self.is_on:
+            opened, self._open = self._open, None
+            if opened is not None:
+                next(opened, None)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, backward = _selective_contexts() if self._is_selective else (nullcontext(), nullcontext())
+        return forward, _Recomputation(self, backward)
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """Around each recomputation of one call, in which the block runs as it is; a graph may have several backwards."""
+
+    def __init__(self, checkpoint: _Checkpoint, inner: AbstractContextManager[Any]) -> None:
+        self._checkpoint, self._inner, self._was_on = checkpoint, inner, True
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._was_on, self._checkpoint.is_on = self._checkpoint.is_on, False
+
+    def __exit__(self, *error: Any) -> None:
+        self._checkpoint.is_on = self._was_on
+        self._inner.__exit__(*error)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -309,6 +386,23 @@ def is_in_checkpoint() -> bool:
     """Whether the caller runs directly within torch's checkpoint function that is not reentrant."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
+def is_saved_by_checkpoint(block: nn.Module) -> bool:
+    """Whether a hook for saved tensors, which is the caller, was called for what a checkpoint function keeps.
+
+    Such a function is the first that has called it, besides those of autograd and those that leave it out of graphs. A
+    compiled block that checkpoints itself has the checkpoint in its graph, which saves nothing else.
+
+    Args:
+        block: That the tensor is saved in.
+    """
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "")
+    has_in_graph = block.training and bool(getattr(block, "gradient_checkpointing", False))
+    return module == "torch.utils.checkpoint" or (has_in_graph and module.startswith("torch._functorch"))
 
 
 def _has_own_call(block: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from hyperpod_plugins.memory.activation_plan import AutomaticPlan
 from hyperpod_plugins.memory.chunked_loss import chunk_loss, is_causal_language_model
 from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
-from hyperpod_plugins.memory.recompute import recompute_blocks, recomputes_itself
+from hyperpod_plugins.memory.recompute import offloads_itself, recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards
 from hyperpod_plugins.parallel.config import ParallelConfig
@@ -293,7 +293,7 @@ def save_activation_memory(
         The offload; None without.
 
     Raises:
-        ConfigError: the model has no blocks, or checkpoints activations itself; see also `chunk_loss`.
+        ConfigError: the model has no blocks, or checkpoints or offloads activations itself; see also `chunk_loss`.
     """
     if config.loss_chunks > 1:
         chunk_loss(_language_model(model), config.loss_chunks)
@@ -311,6 +311,12 @@ def save_activation_memory(
         raise ConfigError(
             f"activation_checkpointing={kind!r}, but {type(model).__name__} checkpoints its activations itself "
             "(gradient_checkpointing_enable()). Leave one of them out."
+        )
+    if is_offloaded and offloads_itself(model):
+        raise ConfigError(
+            f"activation_offload={is_offloaded}, but {type(model).__name__} keeps the inputs of its blocks on the host "
+            "itself, with save_on_cpu (activation_checkpointing_enable(offload=True)), and nothing is left to offload. "
+            "Leave offload=True out, during whose copies the computation waits, or leave activation_offload out."
         )
     if not has_own:
         recompute_blocks(blocks, "selective" if kind == "selective" else "full")

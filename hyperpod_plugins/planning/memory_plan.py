@@ -392,7 +392,7 @@ def _track_step(
         if options.mlp_tiles > 1:
             tile_mlps(twin, options.mlp_tiles, is_tried=False)
         pool = UncountedPool(cpu, tracker, options.activation_host_bytes * of_stream)
-        offload = save_activation_memory(twin, options, cpu, pool)
+        save_activation_memory(twin, options, cpu, pool)
         for parameter in twin.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         kept = [*twin.parameters(), *twin.buffers()]
@@ -417,7 +417,7 @@ def _track_step(
     return _TrackedStep(
         gathered=float(tracker.peak_added),
         activations=float(tracker.peak - tracker.peak_added),
-        host_activations=0.0 if offload is None else offload.stored_bytes / of_stream,
+        host_activations=pool.allocated_bytes / of_stream,
     )
 
 

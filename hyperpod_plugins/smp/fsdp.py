@@ -25,6 +25,7 @@ from hyperpod_plugins.parallel.config import Precision
 from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.parallelize import match_rank_0
 from hyperpod_plugins.smp.job import Job, current_job, set_shard_degree, warn_once
+from hyperpod_plugins.smp.torch_classes import is_in_offload_wrapper
 from hyperpod_plugins.smp.transform import take_transformed
 
 _KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore
@@ -331,6 +332,8 @@ def wrap(
     if asked:
         config = replace(config, context_comm_type=asked.pop())
     parallel.parallelize(module, job.mesh, config)
+    if job.says_offload and translation.config.sm_activation_offloading and not recomputes:
+        _warn_without_wrapper(module)
     vars(module)["clip_grad_norm_"] = partial(clip_grad_norm_, module)
     vars(module)["no_sync"] = partial(without_replica_sync, module)
     warn_once(
@@ -369,6 +372,25 @@ def _check_groups(job: Job, process_group: _ProcessGroups | None, device_mesh: D
             f"process_group holds the ranks {given}, and init() has set up {topology}: this rank shards over {shards} "
             f"and replicates over {replicas}. Leave process_group out, or change hybrid_shard_degree."
         )
+
+
+def _warn_without_wrapper(model: nn.Module) -> None:
+    """Warn in the first training forward if it does not run inside `offload_wrapper`, as nothing is offloaded then."""
+
+    def check(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        if not is_in_offload_wrapper():
+            warn_once(
+                f"sm_activation_offloading has no effect on {type(model).__name__}: as in SMP, it acts on blocks that "
+                "checkpoint_wrapper wraps, in a model inside offload_wrapper. After FullyShardedDataParallel, add "
+                "apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=...) and "
+                'model = offload_wrapper(model). Or add "activation_checkpointing": "full" to the configuration, which '
+                "does both without wrappers."
+            )
+
+    handle = model.register_forward_pre_hook(check, prepend=True)
 
 
 def _refuse_own_init(model: nn.Module) -> None:

@@ -17,17 +17,20 @@ frees and gathers them itself. torch's own wrapper cannot save a DTensor.
 
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from hyperpod_plugins.memory.recompute import recomputes_itself
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.hsdp import compute_device, from_local_like, local_part, outermost
 from hyperpod_plugins.parallel.parallelize import attach_offload
@@ -37,6 +40,8 @@ _options: Callable[[], ParallelConfig | None] | None = None
 _functions: dict[str, Callable[..., Any]] = {}
 _is_changed = False
 _translates = False
+_num_entered = 0
+"""Forwards of `OffloadWrapper` that this process is in."""
 _Packed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -106,12 +111,28 @@ def replace_offload(options: Callable[[], ParallelConfig | None]) -> None:
     def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(part, FSDPModule) for part in self.modules()):
             return torchs(self, *args, **kwargs)
+        model = self._checkpoint_wrapped_module  # pyright: ignore[reportPrivateUsage]
         if "_hyperpod_prefetches" not in vars(self):
-            vars(self)["_hyperpod_prefetches"] = _prefetches(self, options())
-        with nullcontext() if vars(self)["_hyperpod_prefetches"] else KeepOnHost():
-            return self._checkpoint_wrapped_module(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+            vars(self)["_hyperpod_prefetches"] = _prefetches(model, options())
+        with _entered(), nullcontext() if vars(self)["_hyperpod_prefetches"] else KeepOnHost():
+            return model(*args, **kwargs)
 
     OffloadWrapper.forward = forward
+
+
+@contextmanager
+def _entered() -> Generator[None]:
+    global _num_entered
+    _num_entered += 1
+    try:
+        yield
+    finally:
+        _num_entered -= 1
+
+
+def is_in_offload_wrapper() -> bool:
+    """Whether the caller runs in the forward of an `OffloadWrapper` around a model that FSDP2 has sharded."""
+    return _num_entered > 0
 
 
 def _prefetches(model: nn.Module, config: ParallelConfig | None) -> bool:
@@ -123,6 +144,15 @@ def _prefetches(model: nn.Module, config: ParallelConfig | None) -> bool:
     blocks = outermost([part for part in model.modules() if isinstance(part, CheckpointWrapper)])
     if blocks:
         attach_offload(blocks, config, compute_device(next(model.parameters())))
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        own = " (leave out its own gradient_checkpointing_enable())" if recomputes_itself(model) else ""
+        warnings.warn(
+            f"sm_activation_offloading has no effect in offload_wrapper({type(model).__name__}), of which "
+            f"checkpoint_wrapper wraps no block{own}. All that backward needs is copied to the host, and back when it "
+            "is needed, as torch does. To keep the inputs of blocks alone there, and to fetch them ahead, call "
+            "apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=...) first.",
+            stacklevel=3,
+        )
     return bool(blocks)
 
 

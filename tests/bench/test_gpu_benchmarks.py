@@ -10,8 +10,10 @@ import torch
 
 from benchmarks.memory import Taken
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.memory.offload import HostCopies
 
 pytest.importorskip("transformers")
+from benchmarks import memory
 from benchmarks.gpu import (
     chunks_and_tiles,
     delayed_load,
@@ -118,6 +120,24 @@ def test_what_keeps_all_activations_on_the_host_is_left_out_where_it_has_no_room
     assert not offload.needs_host_alone(model, 16_384, [offload.OURS])
 
 
+@pytest.mark.parametrize(
+    ("load", "held"),
+    [
+        (HostCopies.load, "met"),
+        (lambda self, source, target, after: target.zero_(), "missed"),
+        (lambda self, source, target, after: target.copy_(torch.rand_like(target)), "missed"),
+    ],
+    ids=["copied", "not yet", "something else"],
+)
+def test_an_offload_that_computes_with_other_inputs_is_noticed(monkeypatch, load, held):
+    monkeypatch.setattr(HostCopies, "load", load)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = one_device.with_gradients(memory.build(torch.device("cpu")))
+    limit = offload.compare_bits(model, [64, 96], 2)
+    assert limit.held == held
+    assert limit.measured == f"{2 * (held == 'met')} equal, 0.5 MiB offloaded"  # of 3 blocks, at 1 KiB a token
+
+
 @pytest.mark.slow_single
 def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -138,6 +158,8 @@ def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
         assert {each["way"] for each in found["samples"]} == names
         assert all({run["name"] for run in each["runs"]} == names for each in document["comparisons"])
         assert found["left"].keys() == ({"transformers offload"} if benchmark is offload else set())
+        if benchmark is offload:
+            assert (found["limits"][0]["held"], "3 steps" in found["limits"][0]["what"]) == ("met", True)
         if benchmark is memory_plan:
             assert [each["held"] for each in found["limits"]] == ["met"] * len(names)
         tolerance = 1e-2 if benchmark is fp8 else 1e-6

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, HostPool, recompute_blocks
-from hyperpod_plugins.memory.host_pool import parse_cpu_list
+from hyperpod_plugins.memory.host_pool import block_size, parse_cpu_list
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.parallel.parallelize import attach_offload
 
@@ -130,6 +131,57 @@ def test_gradients_are_those_of_recomputation_alone_bit_for_bit(by, horizon, cop
     assert offload.pool.used_bytes == 0
 
 
+class Cheap(nn.Module):
+    """Computes faster than its input is copied."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.by = nn.Parameter(torch.randn(width)), None
+
+    def forward(self, x):
+        return x + torch.tanh(x * self.scale)
+
+
+class Racing(Queued):
+    """Copies that the computation does not wait for."""
+
+    def wait(self, mark):
+        pass
+
+    finish = Queued.wait
+
+
+def cheap_chain(width):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Cheap(width) for _ in range(8))).to(DEVICE)
+    recompute_blocks([*model])
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("horizon", [1, 2, 4])
+@pytest.mark.parametrize("copies", [None, Racing])
+def test_no_step_computes_before_its_copies_have_ended(horizon, copies):
+    """Steps of several lengths, each with other values: what is on the host from the one before would be noticed."""
+    if copies is not None and DEVICE != "cpu":
+        pytest.skip("copies that do not wait show on the CPU that this test can fail")
+    width, lengths = (4096, (4096, 512, 8192, 2048)) if DEVICE != "cpu" else (WIDTH, (64, 16, 128, 32))
+    plain, model = cheap_chain(width), cheap_chain(width)
+    offload = ActivationOffload(torch.device(DEVICE), min_bytes=1024, horizon=horizon, copies=copies and copies())
+    offload.attach([*model])
+    are_equal = []
+    for step, length in enumerate(lengths * 3):
+        generator = torch.Generator().manual_seed(step)
+        x, found = torch.randn(length, width, generator=generator).to(DEVICE), []
+        for each in (plain, model):
+            each.zero_grad()
+            each(x.clone().requires_grad_()).square().mean().backward()
+            found.append([parameter.grad.clone() for parameter in each.parameters()])
+        are_equal.append(all(map(torch.equal, *found)))
+    assert all(are_equal) == (copies is None)
+    assert offload.stored_bytes == 3 * 7 * sum(lengths) * width * 4
+
+
 @pytest.mark.parametrize("horizon", [1, 2, 3])
 def test_at_most_horizon_blocks_have_their_inputs_on_the_device(horizon):
     model, counts = Chain(8), []
@@ -151,6 +203,20 @@ def test_a_steady_step_allocates_no_host_memory():
     for seed in range(5):
         gradients(model, batch(seed))
     assert offload.pool.num_allocations == num_allocations
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 5 * 512 * WIDTH * 4])
+def test_steps_of_all_lengths_share_a_few_blocks_of_host_memory(budget_bytes):
+    """The smaller budget is what the longest step needs."""
+    model = Chain()
+    offload = offloaded(model, pool=HostPool(CPU, budget_bytes=budget_bytes))
+    lengths = torch.randint(32, 513, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    for length in lengths:
+        model(torch.randn(length, WIDTH)).square().mean().backward()
+    assert offload.stored_bytes == 5 * sum(lengths) * WIDTH * 4  # nothing was refused
+    assert offload.pool.num_allocations <= 40  # of 500 that are needed
+    assert offload.pool.allocated_bytes <= min(budget_bytes, 5 * 5 * 512 * WIDTH * 4)
+    assert offload.pool.used_bytes == 0
 
 
 def test_micro_batches_may_overlap_in_either_order():
@@ -229,9 +295,10 @@ def test_a_second_backward_finds_the_inputs_again():
     assert all(torch.equal(2 * one, parameter.grad) for one, parameter in zip(first, model.parameters(), strict=True))
 
 
-def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never():
+@pytest.mark.parametrize("horizon", [1, 2, 20])
+def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never(horizon):
     model = Chain()
-    offload = offloaded(model)
+    offload = offloaded(model, horizon=horizon)
     mask = torch.ones(ROWS, WIDTH)
     gradients(model, batch(), mask)
     assert offload.stored_bytes == 6 * INPUT_BYTES  # the mask with the first block
@@ -240,6 +307,51 @@ def test_what_all_blocks_share_is_stored_once_and_parameters_and_parts_never():
     model.blocks[0](torch.randn(2 * ROWS, WIDTH)[:ROWS]).mean().backward()
     model.blocks[0](torch.randn(4, WIDTH)).mean().backward()  # small
     assert offload.stored_bytes == before
+
+
+def test_a_tensor_is_stored_once_until_it_changes():
+    """Once its copy on the host is complete, it may."""
+    model = Chain()
+    offload, mask = offloaded(model, horizon=1), torch.ones(ROWS, WIDTH)
+    x = model.blocks[0](mask, mask)
+    assert offload.stored_bytes == INPUT_BYTES
+    x = model.blocks[1](x)
+    mask.add_(1)
+    x = model.blocks[2](x, mask)
+    model.blocks[3](x, mask).square().mean().backward()
+    assert offload.stored_bytes == 5 * INPUT_BYTES  # the mask twice, and three inputs
+
+    plain = Chain()
+    x = plain.blocks[1](plain.blocks[0](torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)))
+    plain.blocks[3](plain.blocks[2](x, mask), mask).square().mean().backward()
+    for block, other in zip(plain.blocks[:4], model.blocks, strict=False):
+        assert torch.equal(block.up.weight.grad, other.up.weight.grad)
+
+
+class Loop(Chain):
+    """Runs its blocks several times in a forward, as models with shared layers do."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks] * 3:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("horizon", [1, 2, 20])
+@pytest.mark.parametrize("copies", [None, Queued])
+def test_of_a_block_that_runs_several_times_the_last_call_alone_keeps_its_input(num_blocks, horizon, copies):
+    plain, model = Loop(num_blocks), Loop(num_blocks)
+    recompute_blocks(plain.blocks)
+    offload, counts = offloaded(model, horizon=horizon, copies=copies and copies()), []
+    model.blocks[0].up.register_forward_hook(lambda *_: counts.append(on_device(offload)))
+    for step in range(2):
+        wanted, found = gradients(plain, batch(step)), gradients(model, batch(step))
+        assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    assert offload.stored_bytes == 2 * (3 * num_blocks - 1) * INPUT_BYTES
+    assert max(counts) <= horizon
+    assert offload.pool.used_bytes == 0
 
 
 class InPlace(nn.Module):
@@ -309,7 +421,8 @@ def alone():
     dist.destroy_process_group()
 
 
-def llama(is_reentrant):
+def llama(is_reentrant, **options):
+    """Options are those of `activation_checkpointing_enable`."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -323,7 +436,7 @@ def llama(is_reentrant):
     model = transformers.LlamaForCausalLM(config).train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its newer name
-        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant}, **options)
     return model, {"input_ids": torch.arange(2 * 37).view(2, 37)}
 
 
@@ -331,14 +444,23 @@ def called(is_reentrant):
     return Chain(num_blocks=4, by="call, reentrant" if is_reentrant else "call, non-reentrant"), {"x": batch()}
 
 
+@pytest.fixture
+def offloads(alone, monkeypatch):
+    """Those that models have, of tensors of all sizes."""
+    module, found = sys.modules["hyperpod_plugins.parallel.parallelize"], []
+    attach = module.attach_offload
+    monkeypatch.setattr(module, "attach_offload", lambda *args, **more: found.append(attach(*args, **more)))
+    monkeypatch.setattr("hyperpod_plugins.memory.offload.MIN_BYTES", 1)
+    return found
+
+
+LLAMA_INPUT_BYTES = 2 * 37 * 32 * 4
+
+
 @pytest.mark.parametrize("horizon", [1, 3])
 @pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize(("make", "input_bytes"), [(llama, 2 * 37 * 32 * 4), (called, INPUT_BYTES)])
-def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, horizon, alone, monkeypatch):
-    module, offloads = sys.modules["hyperpod_plugins.parallel.parallelize"], []
-    attach = module.attach_offload
-    monkeypatch.setattr(module, "attach_offload", lambda *args, **more: offloads.append(attach(*args, **more)))
-    monkeypatch.setattr("hyperpod_plugins.memory.offload.MIN_BYTES", 1)
+@pytest.mark.parametrize(("make", "input_bytes"), [(llama, LLAMA_INPUT_BYTES), (called, INPUT_BYTES)])
+def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, horizon, offloads):
     found = []
     for options in ({}, {"sm_activation_offloading": True, "activation_loading_horizon": horizon}):
         model, kwargs = make(is_reentrant)
@@ -354,6 +476,52 @@ def test_models_that_checkpoint_themselves(make, input_bytes, is_reentrant, hori
     (offload,) = offloads
     assert offload.stored_bytes == 2 * 3 * input_bytes
     assert offload.pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("options", "is_training", "num_stored"), [({"every_n_layers": 2}, True, 2), ({}, False, 0), ({}, True, 3)]
+)
+def test_what_blocks_that_recompute_nothing_keep_stays_on_the_device(
+    options, is_training, num_stored, is_reentrant, offloads, caplog
+):
+    """Layers of transformers recompute in training mode only: all that they save would be copied, not their inputs."""
+    gradients = []
+    for is_offloaded in (False, True):
+        model, batch = llama(is_reentrant, **options)
+        config = ParallelConfig(sm_activation_offloading=is_offloaded)
+        parallelize(model.train(is_training), build_mesh(config.topology(1), "cpu"), config)
+        for _ in range(2):
+            model(**batch).logits.square().mean().backward()
+        gradients.append([each.grad.to_local() for each in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert offloads[0].stored_bytes == 2 * num_stored * LLAMA_INPUT_BYTES
+    assert caplog.text.count("LlamaDecoderLayer recomputes nothing in this forward") == (num_stored < 3)
+
+
+@pytest.mark.parametrize("is_offloaded", [True, "auto"])
+def test_the_offload_of_transformers_is_refused_beside_ours(is_offloaded, alone):
+    model, _ = llama(False, offload=True)
+    config = ParallelConfig(sm_activation_offloading=is_offloaded)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM keeps .*Leave offload=True out"):
+        parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+    model, _ = llama(False, offload=True)
+    model.activation_checkpointing_disable()
+    parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+
+
+@pytest.mark.slow_single
+@pytest.mark.filterwarnings("ignore")  # of dynamo, many
+def test_compiled_blocks_that_checkpoint_themselves(offloads):
+    """Their graphs have the checkpoint within them."""
+    model, batch = llama(False)
+    config = ParallelConfig(sm_activation_offloading=True)
+    parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    model(**batch).logits.square().mean().backward()
+    [offload] = offloads
+    assert 3 * LLAMA_INPUT_BYTES <= offload.stored_bytes < 4 * LLAMA_INPUT_BYTES  # and the angles of positions
 
 
 def test_host_memory_may_come_back_while_a_pool_is_used():
@@ -372,6 +540,29 @@ def test_an_evaluation_stores_nothing():
     with torch.no_grad():
         model(batch())
     assert offload.stored_bytes == 0
+
+
+def test_sizes_of_blocks_are_eighths_of_powers_of_two():
+    for num_bytes in (1, 4096, 4097, 9 * 4096, 1 << 20, (1 << 20) + 1, 1_200_000, 3 << 30):
+        size = block_size(num_bytes)
+        assert size % 4096 == 0
+        assert num_bytes <= size < max(num_bytes * 9 / 8, num_bytes + 4096)
+    assert len({block_size(num_bytes) for num_bytes in range((1 << 20) + 1, 2 << 20, 1000)}) == 8
+
+
+def test_a_tensor_takes_the_free_block_that_fits_best():
+    pool, page = HostPool(CPU, budget_bytes=14 * 4096), 4096
+    small, middle, large = [pool.acquire(num_pages * page) for num_pages in (2, 4, 8)]
+    for block in (large, middle, small):
+        pool.release(block)
+    assert pool.acquire(3 * page) is middle
+    assert pool.acquire(3 * page) is large  # rather than another one, for which there is no room
+    assert pool.used_bytes == 12 * page
+    pool.release(large)
+    pool.release(middle)
+    assert pool.acquire(9 * page) is not None  # in place of the others, which were returned earlier
+    assert pool.acquire(4 * page) is middle
+    assert (pool.allocated_bytes, pool.num_refused) == (13 * page, 0)
 
 
 def test_a_pool_gives_blocks_of_former_sizes_away():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory import recompute_blocks
+from hyperpod_plugins.memory import ActivationOffload, recompute_blocks
 from hyperpod_plugins.memory.recompute import _draws_random_numbers
 
 transformers = pytest.importorskip("transformers")
@@ -49,6 +50,35 @@ def test_state_of_blocks_counts_once(kind, recompute):
     wanted, found = train(kind, "none"), train(kind, recompute)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "buffer"])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_graph_may_have_several_backwards(kind, is_offloaded):
+    gradients = []
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(kind) for _ in range(3)))
+        recompute_blocks(list(model), recompute)
+        if is_offloaded and recompute == "full":
+            ActivationOffload(torch.device("cpu"), min_bytes=1).attach(list(model))
+        torch.manual_seed(1)
+        loss = model(torch.randn(16, 8)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, list(model.parameters()))
+        model(torch.randn(16, 8)).square().mean().backward()  # a new graph, after that
+        gradients.append([each.grad for each in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_blocks_are_set_up_once():
+    first, second = Block("plain"), Block("plain")
+    recompute_blocks([first])
+    checkpoint(second)
+    for block in (first, second):
+        with pytest.raises(ConfigError, match="Block is set up for recomputation already"):
+            recompute_blocks([block])
 
 
 def test_each_call_is_computed_again_with_its_own_buffers():

@@ -36,7 +36,7 @@ def test_gradients_are_the_same():
 
 
 def offloads_of(cases):
-    """What each configuration, with what the script wraps, does in a step: offloads, what is kept whole, gradients."""
+    """What a step does with each configuration and script: offloads, what is kept whole, gradients, warnings."""
     import torch.sagemaker as tsm
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
@@ -60,19 +60,29 @@ def offloads_of(cases):
     tokens = torch.arange(2 * 16).view(2, 16)
     for name, (config, wraps) in cases.items():
         job.reset()
+        job.warn_once.cache_clear()
         tsm.init(config)
         torch.manual_seed(1)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes)).train()
+        if "own checkpointing" in wraps:
+            model.gradient_checkpointing_enable()
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}))
         if "checkpoint" in wraps:
             is_block = partial(lambda kind, part: isinstance(part, kind), LlamaDecoderLayer)
             apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=is_block)
         outer = offload_wrapper(model) if "offload" in wraps else model
-        output = outer(input_ids=tokens, labels=tokens)
-        output.loss.backward()
+        with torch.no_grad():
+            model(input_ids=tokens)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.zero_grad()
+                output = outer(input_ids=tokens, labels=tokens)
+                output.loss.backward()
         gradients = [each.grad.full_tensor() for each in model.parameters()]
-        stored = [each.stored_bytes // (2 * 16 * 32 * 4) for each in attached]
-        found[name] = stored, len(kept), type(output.logits).__name__, gradients
+        stored = [each.stored_bytes // (2 * 2 * 16 * 32 * 4) for each in attached]
+        told = [str(each.message) for each in caught if "sm_activation_offloading" in str(each.message)]
+        found[name] = stored, len(kept) // 2, type(output.logits).__name__, gradients, told
         attached.clear()
         kept.clear()
     return found
@@ -87,10 +97,21 @@ CASES = {
     "not wrapped": ({"sm_activation_offloading": True}, ("checkpoint",)),
     "as torch does": ({"sm_activation_offloading": False}, SCRIPT),
     "nothing is recomputed": ({}, ("offload",)),
+    "recomputed by the model": ({}, ("own checkpointing", "offload")),
+    "recomputed by the model, not wrapped": ({"sm_activation_offloading": True}, ("own checkpointing",)),
     "recomputed by this package": (OURS, ()),
     "and wrapped": (OURS, ("offload",)),
     "chunks and tiles": ({"loss_chunks": 2, "mlp_tiles": 2}, ()),
 }
+
+
+NOT_DONE = {
+    "not wrapped": "model = offload_wrapper(model)",
+    "recomputed by the model, not wrapped": "model = offload_wrapper(model)",
+    "nothing is recomputed": "apply_activation_checkpointing(model, ",
+    "recomputed by the model": "apply_activation_checkpointing(model, ",
+}
+"""Cases in which nothing is fetched ahead although the configuration says so, and the line that the warning names."""
 
 
 @pytest.mark.spawns
@@ -98,7 +119,7 @@ def test_what_the_configuration_and_the_script_ask_for_is_done_once():
     """Whole inputs of blocks on the host, all but that of the last one; or all that backward needs; the same bits."""
     pytest.importorskip("transformers")
     [found] = run_ranks(installed, CASES, world_size=1, timeout_s=120)
-    done = {name: (stored, num_kept) for name, (stored, num_kept, _, _) in found.items()}
+    done = {name: each[:2] for name, each in found.items()}
     assert done == {
         "plain": ([], 0),
         "SMP's default": ([2], 0),
@@ -106,12 +127,14 @@ def test_what_the_configuration_and_the_script_ask_for_is_done_once():
         "not wrapped": ([], 0),
         "as torch does": ([], 1),
         "nothing is recomputed": ([], 1),
+        "recomputed by the model": ([], 1),
+        "recomputed by the model, not wrapped": ([], 0),
         "recomputed by this package": ([2], 0),
         "and wrapped": ([2], 0),
         "chunks and tiles": ([], 0),
     }
     wanted = found["plain"][3]
-    for name, (_, _, logits, gradients) in found.items():
+    for name, (_, _, logits, gradients, _) in found.items():
         is_rounded = name == "chunks and tiles"
         assert (logits == "LogitsNotComputed") == is_rounded
         for one, other in zip(wanted, gradients, strict=True):
@@ -119,6 +142,12 @@ def test_what_the_configuration_and_the_script_ask_for_is_done_once():
                 assert (one - other).abs().max() <= 5e-7 * max(float(one.abs().max()), 1e-3)
             else:
                 assert torch.equal(one, other), name
+
+    told = {name: each[4] for name, each in found.items() if each[4]}
+    assert {name: len(lines) for name, lines in told.items()} == dict.fromkeys(NOT_DONE, 1)
+    for name, line in NOT_DONE.items():
+        assert line in told[name][0]
+    assert "leave out its own gradient_checkpointing_enable()" in told["recomputed by the model"][0]
 
 
 def installed(cases):
