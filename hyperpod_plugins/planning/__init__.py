@@ -3,11 +3,10 @@
 from hyperpod_plugins.planning.memory_plan import (
     GIB,
     MemoryPlan,
-    TrackedMemory,
     TrainingShape,
-    UncountedPool,
     plan_memory,
     smallest_degrees,
 )
+from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
 
 __all__ = ["GIB", "MemoryPlan", "TrackedMemory", "TrainingShape", "UncountedPool", "plan_memory", "smallest_degrees"]
