@@ -1,18 +1,21 @@
 """What FSDP2 holds besides shards while a step runs: gathered parameters, messages, and results of reductions."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.hsdp import find_blocks, outermost_blocks
+from hyperpod_plugins.parallel.hsdp import find_blocks, mixed_precision_policy, outermost_blocks
 from hyperpod_plugins.planning.tracked_memory import TrackedMemory
 from hyperpod_plugins.precision.float8 import convertible_linears
 
-_FLOAT32, _BFLOAT16, _FLOAT8 = 4, 2, 1
+GATHERED, GRADIENTS = "gathered", "gradients"
+"""Kinds under which the tracker counts."""
+_FLOAT8 = 1
 
 
 class GatheredUnits:
@@ -23,8 +26,8 @@ class GatheredUnits:
 
     In backward, the message is freed at once. It arrives while the unit after this one is computed. When all gradients
     of a unit are there, its parameters are freed, and the gradients are copied into a message, which is freed when the
-    next unit reduces. The results stay until the end. They become the gradients of the shards, or are added to those
-    that exist.
+    next unit reduces. The results stay until the end. They become the gradients of the shards, as themselves or in the
+    type in which these are stored, or are added to those that exist.
     """
 
     def __init__(
@@ -35,8 +38,9 @@ class GatheredUnits:
         topology: Topology,
         tracker: TrackedMemory,
         split: Collection[int],
+        stored: Mapping[str, torch.dtype],
         *,
-        keeps_results: bool,
+        makes_gradients: bool,
     ) -> None:
         """Count nothing yet.
 
@@ -47,12 +51,14 @@ class GatheredUnits:
             topology: Topology of the plan.
             tracker: To add to.
             split: The `id` of each parameter that is whole in `model`, but split by tensor parallelism.
-            keeps_results: Whether the results of reductions are none of the gradients that count elsewhere.
+            stored: The type in which each parameter is stored, by its name in `model`.
+            makes_gradients: Whether results of reductions become gradients on the device; otherwise they are added to
+                gradients that count elsewhere, or copied to the host.
         """
         self._model, self._tracker, self._topology = model, tracker, topology
-        self._split, self._keeps_results = split, keeps_results
-        self._size = _FLOAT32 if config.precision == "32-true" else _BFLOAT16
-        self._size_of_reduction = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
+        self._split, self._makes_gradients = split, makes_gradients
+        self._stored = {id(each): stored[name] for name, each in model.named_parameters()}
+        self._reduced_dtype = mixed_precision_policy(config).reduce_dtype
         self._in_float8 = _gathered_in_float8(model, config)
         self._keeps = not config.reshard_after_forward
         of_experts = {id(each) for part in experts for each in part.parameters()}
@@ -90,7 +96,7 @@ class GatheredUnits:
     def _num_bytes(self, unit: nn.Module) -> int:
         """What the parameters of a unit take while they are gathered."""
         return sum(
-            self._numel(each) * (_FLOAT8 if id(each) in self._in_float8 else self._size)
+            self._numel(each) * (_FLOAT8 if id(each) in self._in_float8 else each.element_size())
             for each in self._parameters[id(unit)]
         )
 
@@ -109,7 +115,7 @@ class GatheredUnits:
     def _receive(self, unit: nn.Module) -> None:
         if id(unit) not in self._gathered | self._arrived:
             self._arrived.add(id(unit))
-            self._tracker.add(self._message_bytes(unit))
+            self._add(self._message_bytes(unit))
 
     def _prefetch(self, index: int) -> None:
         if index >= 0 and not self._keeps:
@@ -122,19 +128,19 @@ class GatheredUnits:
         self._free_copied_message()
         self._gathered.add(id(unit))
         self._arrived.discard(id(unit))
-        self._tracker.add(self._num_bytes(unit))
+        self._add(self._num_bytes(unit))
         self._copied_message = self._message_bytes(unit)
         if is_in_backward():
             self._free_copied_message()
 
     def _free_copied_message(self) -> None:
-        self._tracker.add(-self._copied_message)
+        self._add(-self._copied_message)
         self._copied_message = 0
 
     def _free(self, unit: nn.Module) -> None:
         if id(unit) in self._gathered:
             self._gathered.discard(id(unit))
-            self._tracker.add(-self._num_bytes(unit))
+            self._add(-self._num_bytes(unit))
 
     def _end_forward(self, unit: nn.Module) -> None:
         if not (is_in_backward() or self._keeps):  # in backward, a recomputation
@@ -146,23 +152,33 @@ class GatheredUnits:
 
     def _accumulate(self, unit: nn.Module, parameter: Tensor) -> None:
         """Whole gradients wait until all of the unit are there."""
-        self._tracker.add(self._size * self._numel(parameter))
+        self._add(self._numel(parameter) * parameter.element_size())
         waiting = self._waiting[id(unit)]
         waiting.discard(id(parameter))
         if not waiting:
             self._reduce(unit)
 
     def _reduce(self, unit: nn.Module) -> None:
-        num_trained = sum(self._numel(each) for each in self._parameters[id(unit)] if each.requires_grad)
+        trained = [(each, self._numel(each)) for each in self._parameters[id(unit)] if each.requires_grad]
+        message = sum(numel * (self._reduced_dtype or each.dtype).itemsize for each, numel in trained)
         self._free(unit)
-        self._tracker.add(-self._reduced_message)
-        self._reduced_message = num_trained * self._size_of_reduction
-        self._tracker.add(self._reduced_message)
-        self._tracker.add(-num_trained * self._size)  # copied
-        result = self._reduced_message // self._num_shards(unit)
-        self._tracker.add(result)
-        if not self._keeps_results:
-            self._tracker.add(-result)
+        self._add(-self._reduced_message)
+        self._reduced_message = message
+        self._add(message)
+        self._add(-sum(numel * each.element_size() for each, numel in trained))  # copied
+        result = message // self._num_shards(unit)
+        stored = sum(numel * self._stored[id(each)].itemsize for each, numel in trained) // self._num_shards(unit)
+        if self._makes_gradients and stored == result:
+            self._add(result, GRADIENTS)
+            return
+        self._add(result)
+        if stored != result:
+            self._add(stored, GRADIENTS if self._makes_gradients else GATHERED)
+            if not self._makes_gradients:
+                self._add(-stored)
+
+    def _add(self, num_bytes: int, kind: str = GATHERED) -> None:
+        self._tracker.add(num_bytes, kind)
 
 
 def _in_order_of_ends(model: nn.Module) -> Iterator[nn.Module]:

@@ -2,14 +2,16 @@
 
 Training state: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054), section 3.1: what each parameter costs. FSDP2 keeps
 parameters, their gradients and the optimizer's states in the type of the parameters, split over `shard x tensor` ranks.
+While the optimizer steps, it needs memory of its own; see `state_memory.py`.
 
 Activations are counted, not estimated: one training step of the model runs with fake tensors, whose operations compute
 shapes only, with the recomputation, chunks and tiles of the configuration; `TrackedMemory` counts what it keeps.
 
 Gathered is what FSDP2 would hold at the peak of that step: parameters in the type of computation, messages, and whole
 gradients of a unit until all are there; see `GatheredUnits`. What belongs to no unit (embeddings, the head) is gathered
-from the forward pass to the end of backward. With `float8_all_gather` weights of float8 layers are gathered in one byte
-a value; their gradients keep the type of computation.
+from the forward pass to the end of backward. Results of reductions stay: they are the gradients, or, where gradients
+exist before, are held beside them until backward has ended. With `float8_all_gather` weights of float8 layers are
+gathered in one byte a value; their gradients keep the type of computation.
 
 What `param_offload` and `optimizer_offload` keep in host memory counts there, and not on the device. A step on the host
 also needs a copy of the shards of parameters and gradients, if these are on the device.
@@ -17,63 +19,33 @@ also needs a copy of the shards of parameters and gradients, if these are on the
 Left out: what the libraries need for themselves, 5 to 8 GiB of a large GPU.
 """
 
-# Configurations of transformers have private fields and no common type.
-# pyright: reportPrivateUsage=false
-
-import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
-from hyperpod_plugins.parallel.parallelize import save_activation_memory
-from hyperpod_plugins.parallel.tensor_parallel import plan_for
-from hyperpod_plugins.parallel.tensor_styles import SPLITS_PARAMETERS
-from hyperpod_plugins.planning.gathered_units import GatheredUnits
-from hyperpod_plugins.planning.rank_part import (
-    plan_context_part,
-    plan_expert_part,
-    plan_stream_part,
-    plan_tensor_part,
-)
-from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
+from hyperpod_plugins.planning.state_memory import plan_state
+from hyperpod_plugins.planning.tracked_step import TrackedStep, language_model_step, track_step
+from hyperpod_plugins.planning.training_shape import TrainingShape
 from hyperpod_plugins.recovery.snapshot import COPIES
 
 GIB = 2**30
-_FLOAT32, _BFLOAT16, _FLOAT8 = 4, 2, 1
-_SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
-_FUSED = "hyperpod_plan"
 _FRAGMENTATION = 0.05
 """Part of the device's memory that an allocator loses between blocks of different sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingShape:
-    """What one rank computes at a time, and what it keeps for each parameter."""
-
-    micro_batch_size: int
-    """Samples of one forward and backward pass of a rank."""
-    sequence_length: int
-    """Tokens of a sample."""
-    optimizer_states: int = 2
-    """Tensors of the size of a parameter that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
-    keeps_gradients: bool = False
-    """Whether gradients exist when a backward begins: with accumulation, or `zero_grad(set_to_none=False)`."""
-    has_snapshots: bool = False
-    """Whether ranks keep buddy snapshots: two of their own state, and two of another rank's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank."""
+    """Bytes of one rank.
+
+    A step has two peaks: one in forward and backward, with activations and what FSDP2 gathers, and one while the
+    optimizer steps, with all gradients and what the step needs besides.
+    """
 
     topology: Topology
     """Degrees of the plan."""
@@ -84,36 +56,60 @@ class MemoryPlan:
     parameters: float
     """Shards of the parameters, on the device."""
     gradients: float
-    """Shards of the gradients, on the device."""
+    """Shards of the gradients, on the device; all of them exist while the optimizer steps."""
     optimizer: float
     """Shards of the optimizer's states, on the device."""
+    gradients_in_backward: float
+    """Of the gradients, those that exist at the peak of forward and backward: all if they are kept between steps."""
     gathered: float
-    """Whole parameters and gradients of the units that are being computed."""
+    """Whole parameters and gradients of the units that are being computed, at the peak of forward and backward."""
     activations: float
-    """Peak of what a step keeps besides, logits included."""
+    """What forward and backward hold besides, logits included, at their peak."""
+    temporary: float
+    """What the optimizer's step needs besides, on the device."""
     host_state: float
     """In host memory: parameters, gradients and optimizer states, or copies of them while the optimizer steps."""
+    host_temporary: float
+    """In host memory: what the optimizer's step needs besides, if it computes there."""
     host_activations: float
     """In host memory: offloaded activations."""
     host_snapshots: float
     """In host memory: snapshots of this rank's state, and of another's."""
 
     @property
+    def in_backward(self) -> float:
+        """Bytes on the device at the peak of forward and backward."""
+        kept = self.parameters + self.gradients_in_backward + self.optimizer
+        return kept + self.gathered + self.activations
+
+    @property
+    def in_optimizer_step(self) -> float:
+        """Bytes on the device at the peak of the optimizer's step."""
+        return self.parameters + self.gradients + self.optimizer + self.temporary
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device at the peak of a step, without a margin: what its allocator should have handed out."""
+        return max(self.in_backward, self.in_optimizer_step)
+
+    @property
     def device(self) -> float:
         """Bytes on the device, with a margin for fragmentation."""
-        used = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
-        return used * (1 + _FRAGMENTATION)
+        return self.peak * (1 + _FRAGMENTATION)
 
     @property
     def host(self) -> float:
         """Bytes in host memory."""
-        return self.host_state + self.host_activations + self.host_snapshots
+        return self.host_state + self.host_temporary + self.host_activations + self.host_snapshots
 
     def __str__(self) -> str:
         """Return the parts in GiB."""
-        parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "device", "host")
+        names = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+        totals = ("in_backward", "in_optimizer_step", "device", "host")
+        parts = "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        peaks = "  ".join(f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in totals)
         snapshots = f" (snapshots {self.host_snapshots / GIB:.2f})" if self.host_snapshots else ""
-        return "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in parts) + snapshots
+        return f"{parts}  |  {peaks}{snapshots}"
 
 
 def plan_memory(
@@ -144,7 +140,7 @@ def plan_memory(
     """
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
-    tracked = _track_step(module, config, topology, training, step or _language_model_step)
+    tracked = track_step(module, config, topology, training, step or language_model_step)
     return _plan(module, config, topology, training, tracked)
 
 
@@ -183,10 +179,10 @@ def smallest_degrees(
             tried = replace(split, hybrid_shard_degree=shard_degree)
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
             try:
-                shards = _plan(module, tried, topology, training, _TrackedStep())
+                shards = _plan(module, tried, topology, training, TrackedStep())
                 if shards.device > device_memory_gib * GIB and shard_degree < most:
                     continue  # whatever a step needs besides
-                tracked = _track_step(module, tried, topology, training, step or _language_model_step)
+                tracked = track_step(module, tried, topology, training, step or language_model_step)
             except ConfigError:
                 if tensor_degree == 1:
                     raise
@@ -202,108 +198,28 @@ def smallest_degrees(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrackedStep:
-    """Bytes of one rank in a step, besides its shards."""
-
-    gathered: float = 0.0
-    activations: float = 0.0
-    host_activations: float = 0.0
-
-
 def _plan(
-    model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape, tracked: _TrackedStep
+    model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape, tracked: TrackedStep
 ) -> MemoryPlan:
-    stored = _BFLOAT16 if config.precision == "bf16-true" else _FLOAT32
-    split = {
-        name
-        for name, style in plan_for(model, config).items()
-        if isinstance(style, SPLITS_PARAMETERS) or style in _SPLIT
-    }
-    if config.expert_parallel_degree > 1:
-        split |= layers_of_experts(model).keys()  # sharded over tensor peers, too
-
-    def count(names: Iterable[tuple[str, nn.Parameter]], *, trained_only: bool = False) -> float:
-        """Parameters of one rank of a tensor group."""
-        return sum(
-            parameter.numel() / (topology.tensor_degree if name.rpartition(".")[0] in split else 1)
-            for name, parameter in names
-            if parameter.requires_grad or not trained_only
-        )
-
-    everything = list(model.named_parameters())
-    sharded = count(everything) / topology.shard_degree
-    trained = count(everything, trained_only=True) / topology.shard_degree
-    optimizer = training.optimizer_states * stored * trained
-    shards = {"parameters": stored * sharded, "gradients": stored * trained, "optimizer": optimizer}
+    state = plan_state(model, config, topology, training)
+    shards = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
     on_host = tuple(shards) if config.param_offload else ("optimizer",) * config.optimizer_offload
-    copies = 2 * stored * trained if config.optimizer_offload and not config.param_offload else 0.0
+    copies = 2 * state.gradients if config.optimizer_offload and not config.param_offload else 0.0
+    parameters = list(model.parameters())
+    on_device = {name: 0.0 if name in on_host else size for name, size in shards.items()}
     return MemoryPlan(
         topology=topology,
-        num_parameters=sum(parameter.numel() for _, parameter in everything),
-        num_trained=sum(parameter.numel() for _, parameter in everything if parameter.requires_grad),
-        **{name: 0.0 if name in on_host else size for name, size in shards.items()},
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        **on_device,
+        gradients_in_backward=on_device["gradients"] if training.keeps_gradients else tracked.gradients,
         gathered=tracked.gathered,
         activations=tracked.activations,
+        temporary=0.0 if on_host else state.temporary,
         host_state=sum(shards[name] for name in on_host) + copies,
+        host_temporary=state.temporary if on_host else 0.0,
         host_activations=tracked.host_activations,
-        host_snapshots=COPIES * (stored * sharded + optimizer) if training.has_snapshots else 0.0,
-    )
-
-
-def _track_step(
-    model: nn.Module,
-    config: ParallelConfig,
-    topology: Topology,
-    training: TrainingShape,
-    step: Callable[[nn.Module, TrainingShape], Tensor],
-) -> _TrackedStep:
-    """Run a step with fake tensors, and count."""
-    tracker, cpu = TrackedMemory(), torch.device("cpu")
-    of_stream = config.tensor_parallel_degree if config.sequence_parallel else 1  # inputs of blocks are parts of it
-    options = replace(config, sequence_parallel=False, loss_parallel=False)
-    if options.sm_activation_offloading == "auto":  # as a job on GPUs begins
-        options = replace(options, sm_activation_offloading=True)
-    with FakeTensorMode():
-        twin = _fake_twin(model, None if config.precision == "32-true" else torch.bfloat16)
-        split = plan_tensor_part(twin, config)
-        if config.tensor_parallel_degree > 1 and config.sequence_parallel:
-            plan_stream_part(twin, config, tracker)
-        if config.context_parallel_degree > 1:
-            length = plan_context_part(twin, config, training.sequence_length)
-            training = replace(training, sequence_length=length)
-        else:
-            _leave_masks_out(twin)
-        experts = plan_expert_part(twin, config)
-        if options.mlp_tiles > 1:
-            tile_mlps(twin, options.mlp_tiles, is_tried=False)
-        pool = UncountedPool(cpu, tracker, options.activation_host_bytes * of_stream)
-        offload = save_activation_memory(twin, options, cpu, pool)
-        for parameter in twin.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        kept = [*twin.parameters(), *twin.buffers()]
-        for tensor in (*kept, *(each.grad for each in kept if each.grad is not None)):
-            tracker.leave_out(tensor)
-        keeps_results = training.keeps_gradients or config.param_offload
-        units = GatheredUnits(twin, experts, config, topology, tracker, split, keeps_results=keeps_results)
-        if topology.world_size > 1:
-            units.watch()
-        try:
-            with tracker:
-                loss = step(twin.train(), training)
-                if topology.world_size > 1:
-                    units.begin_backward()
-                loss.backward()
-        except (NotImplementedError, RuntimeError) as error:
-            raise ConfigError(
-                f"a step of {type(model).__name__} cannot be planned with fake tensors, which have no values and not "
-                f"all of torch's operations: {str(error).partition(chr(10))[0]}. Give plan_memory a step without that "
-                "(step=...), or another implementation of the layer."
-            ) from error
-    return _TrackedStep(
-        gathered=float(tracker.peak_added),
-        activations=float(tracker.peak - tracker.peak_added),
-        host_activations=0.0 if offload is None else offload.stored_bytes / of_stream,
+        host_snapshots=COPIES * (state.parameters + state.optimizer) if training.has_snapshots else 0.0,
     )
 
 
@@ -312,44 +228,6 @@ def _built(config: Any) -> nn.Module:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def _fake_twin(model: nn.Module, computed: torch.dtype | None) -> nn.Module:
-    """A copy of a model with fake tensors, which have no memory, and parameters as FSDP2 gathers them."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        values = torch.empty(parameter.shape, dtype=computed or parameter.dtype)
-        memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(model, memo)
-
-
-def _leave_masks_out(model: nn.Module) -> None:
-    """Have models of transformers with fused attention build no masks, as they do where they see that none is needed.
-
-    With fake tensors they cannot see that.
-    """
-    if not any(type(part).__module__.startswith("transformers.") for part in model.modules()):
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(_FUSED, sdpa_attention_forward)
-    AttentionMaskInterface.register(_FUSED, _no_mask)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != "eager":
-            part.config._attn_implementation = _FUSED
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _language_model_step(model: nn.Module, training: TrainingShape) -> Tensor:
-    shape = training.micro_batch_size, training.sequence_length
-    tokens = torch.empty(shape, dtype=torch.int64)
-    return model(input_ids=tokens, labels=tokens).loss
 
 
 def _divisors(number: int, of: int) -> list[int]:

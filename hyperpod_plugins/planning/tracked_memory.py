@@ -9,7 +9,8 @@ FSDP2 frees and allocates gathered parameters by resizing their storage, which i
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -30,12 +31,15 @@ class TrackedMemory(TorchDispatchMode):
         """Bytes now."""
         self.peak = 0
         """Most bytes so far."""
-        self.added = self.peak_added = 0
-        """Bytes that `add` has added, now and at the peak."""
+        self.of_kind, self.peak_of_kind = Counter[str](), Counter[str]()
+        """Bytes of what has been given a kind, now and at the peak, by kind."""
+        self.kind_of: Callable[[Tensor], str] = _no_kind
+        """Names the kind of a tensor whose storage is new; an empty name for none."""
         self.divisor = 1
         """Of the bytes of a new storage, one part in so many counts."""
         self._sizes: dict[int, int] = {}  # by storage; -1 for one that is left out
         self._divisors: dict[int, int] = {}  # by storage, above 1
+        self._kinds: dict[int, str] = {}  # by storage that has one
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count the storage of a tensor, now or later."""
@@ -43,7 +47,7 @@ class TrackedMemory(TorchDispatchMode):
             key = storage._cdata
             if key not in self._sizes:  # another storage may have its place later
                 weakref.finalize(storage, self._forget, key)
-            self.current -= max(0, self._sizes.get(key, 0)) // self._divisors.pop(key, 1)
+            self._forget(key)
             self._sizes[key] = -1
 
     def __enter__(self) -> Self:
@@ -70,11 +74,11 @@ class TrackedMemory(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 for storage in _storages_of(leaf):
-                    self.count(storage)
+                    self.count(storage, self.kind_of(leaf))
         return result
 
-    def count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is new, or has another size than before."""
+    def count(self, storage: torch.UntypedStorage, kind: str = "") -> None:
+        """Count a storage that is new, or has another size than before; the kind of a new one can be named."""
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known == -1 or known == size:
@@ -83,21 +87,22 @@ class TrackedMemory(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key)
             if self.divisor > 1:
                 self._divisors[key] = self.divisor
+            if kind:
+                self._kinds[key] = kind
         self._sizes[key] = size
-        self._change((size - (known or 0)) // self._divisors.get(key, 1))
+        self.add((size - (known or 0)) // self._divisors.get(key, 1), self._kinds.get(key, ""))
 
-    def add(self, num_bytes: float) -> None:
-        """Count memory that no tensor stands for; a negative number takes it away again."""
-        self.added += int(num_bytes)
-        self._change(int(num_bytes))
-
-    def _change(self, num_bytes: int) -> None:
-        self.current += num_bytes
+    def add(self, num_bytes: float, kind: str = "") -> None:
+        """Count memory that no tensor stands for, of a kind; a negative number takes it away again."""
+        self.current += int(num_bytes)
+        if kind:
+            self.of_kind[kind] += int(num_bytes)
         if self.current > self.peak:
-            self.peak, self.peak_added = self.current, self.added
+            self.peak, self.peak_of_kind = self.current, self.of_kind.copy()
 
     def _forget(self, key: int) -> None:
-        self.current -= max(0, self._sizes.pop(key, 0)) // self._divisors.pop(key, 1)
+        num_bytes = max(0, self._sizes.pop(key, 0)) // self._divisors.pop(key, 1)
+        self.add(-num_bytes, self._kinds.pop(key, ""))
 
 
 class UncountedPool(HostPool):
@@ -111,12 +116,16 @@ class UncountedPool(HostPool):
     def acquire(self, num_bytes: int) -> HostBlock | None:
         """Return a block, as `HostPool` does."""
         tracker = self._tracker
-        peak = tracker.peak, tracker.peak_added
+        peak = tracker.peak, tracker.peak_of_kind
         block = super().acquire(num_bytes)
         if block is not None:
             tracker.leave_out(block.memory)
-            tracker.peak, tracker.peak_added = peak
+            tracker.peak, tracker.peak_of_kind = peak
         return block
+
+
+def _no_kind(_: Tensor) -> str:
+    return ""
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

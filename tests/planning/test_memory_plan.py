@@ -4,49 +4,93 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from planning.memory_layouts import IN_SUITE, SHAPE, WAYS, compare, mixtral, sizes, tokens
+from planning.memory_layouts import IN_SUITE, SHAPE, SHAPES, WAYS, compare, leave_host_out, mixtral, sizes
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
-from hyperpod_plugins.memory import tile_mlps
-from hyperpod_plugins.parallel import ParallelConfig
-from hyperpod_plugins.parallel.parallelize import save_activation_memory
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 from hyperpod_plugins.planning import (
     GIB,
     TrackedMemory,
     TrainingShape,
-    UncountedPool,
     plan_memory,
     smallest_degrees,
 )
 from hyperpod_plugins.recovery.snapshot import COPIES
 
-CPU = torch.device("cpu")
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}])
-def test_activations_are_those_of_a_step(way, options):
-    config = ParallelConfig.of(WAYS[way])
-    plan = plan_memory(sizes(**options), config, SHAPE, world_size=1)
-    model, tracker = transformers.LlamaForCausalLM(sizes(**options)).train(), TrackedMemory()
-    if config.mlp_tiles > 1:
-        tile_mlps(model, config.mlp_tiles)
-    save_activation_memory(model, config, CPU, UncountedPool(CPU, tracker))
-    model(input_ids=(batch := tokens()), labels=batch).loss.backward()
-    for tensor in (*model.parameters(), *(each.grad for each in model.parameters()), *model.buffers()):
-        tracker.leave_out(tensor)
-    with tracker:
-        model(input_ids=batch, labels=batch).loss.backward()
-    assert plan.activations == pytest.approx(tracker.peak, rel=0.02)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert (plan.num_parameters, plan.parameters, plan.optimizer) == (
-        num_parameters,
-        4 * num_parameters,
-        8 * num_parameters,
-    )
+def peaks_of(options, config, shape):
+    """Bytes of a small Llama on one rank, in forward and backward and in the optimizer's step; and what is planned."""
+    tracker, implementation = TrackedMemory(), shape.optimizer_implementation
+    chosen = {"fused": True} if implementation == "fused" else {"foreach": implementation == "foreach"}
+    with pytest.MonkeyPatch.context() as patch, tracker:
+        leave_host_out(tracker, patch.setattr)
+        model = transformers.AutoModelForCausalLM.from_config(sizes(**options)).train()
+        parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+        optimizer = torch.optim.AdamW(model.parameters(), **chosen)
+        batch = torch.randint(2048, (shape.micro_batch_size, shape.sequence_length))
+        for _ in range(2):
+            tracker.peak = tracker.current
+            model(input_ids=batch, labels=batch).loss.backward()
+            in_backward, tracker.peak = tracker.peak, tracker.current
+            optimizer.step()
+            in_optimizer_step = tracker.peak
+            optimizer.zero_grad(set_to_none=not shape.keeps_gradients)
+    plan = plan_memory(sizes(**options), config, shape, world_size=1)
+    return (in_backward, in_optimizer_step), plan
+
+
+@pytest.mark.parametrize(
+    ("way", "gradients", "options"),
+    [
+        *((way, gradients, {}) for way in WAYS for gradients in SHAPES),
+        ("whole", "dropped", {"tie_word_embeddings": True}),
+        ("chunks and tiles", "dropped", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_step_needs_what_is_planned(way, gradients, options, one_rank):
+    used, plan = peaks_of(options, ParallelConfig.of(WAYS[way]), SHAPES[gradients])
+    assert (plan.in_backward, plan.in_optimizer_step) == pytest.approx(used, rel=0.05)
+    num_parameters = plan.num_parameters
+    assert (plan.parameters, plan.gradients, plan.optimizer) == tuple(each * num_parameters for each in (4, 4, 8))
+
+
+@pytest.mark.parametrize("implementation", ["for_loop", "foreach", "fused"])
+def test_what_an_optimizer_takes_while_it_steps(implementation, one_rank):
+    """With short sequences, more than what forward and backward take besides; `foreach` is the default on GPUs."""
+    shape = TrainingShape(micro_batch_size=1, sequence_length=16, optimizer_implementation=implementation)
+    config = ParallelConfig(activation_checkpointing="full", loss_chunks=4)
+    used, plan = peaks_of({}, config, shape)
+    assert (plan.in_backward, plan.in_optimizer_step) == pytest.approx(used, rel=0.05)
+    if implementation == "foreach":
+        assert plan.peak == plan.in_optimizer_step > plan.in_backward
+        assert plan == plan_memory(sizes(), config, replace(shape, optimizer_implementation="auto"), world_size=1)
+    else:
+        assert plan.peak == plan.in_backward > plan.in_optimizer_step
+
+
+@pytest.mark.parametrize("gradients", SHAPES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_parameters_are_planned_in_the_type_that_they_have(precision, gradients, one_rank):
+    """`from_pretrained` loads a checkpoint of today in bfloat16, and so it stays, gradients and states included."""
+    used, plan = peaks_of({"dtype": torch.bfloat16}, ParallelConfig(precision=precision), SHAPES[gradients])
+    assert (plan.in_backward, plan.in_optimizer_step) == pytest.approx(used, rel=0.06)
+    assert plan.parameters == 2 * plan.num_parameters
+
+
+def test_an_unknown_implementation_of_the_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="optimizer_implementation='forloop' is none of auto, foreach, for_loop, "):
+        replace(SHAPE, optimizer_implementation="forloop")
 
 
 @pytest.mark.spawns
@@ -83,9 +127,12 @@ def test_training_state_in_host_memory_counts_there():
     )
     assert (whole.host, states.optimizer, everything.optimizer) == (0, 0, 0)
     assert (states.parameters, states.gradients) == (whole.parameters, whole.gradients)
-    assert states.host == whole.optimizer + whole.parameters + whole.gradients  # its states, and copies for the step
+    assert states.host_state == whole.optimizer + whole.parameters + whole.gradients  # and copies for the step
     assert (everything.parameters, everything.gradients) == (0, 0)
-    assert everything.host == whole.parameters + whole.gradients + whole.optimizer
+    assert everything.host_state == whole.parameters + whole.gradients + whole.optimizer
+    largest = 4 * 2048 * 128 / 4  # bytes of a shard of the embedding: on a host, torch loops over parameters
+    assert (whole.host_temporary, states.host_temporary, everything.host_temporary) == (0, 2 * largest, 2 * largest)
+    assert (whole.temporary, states.temporary, everything.temporary) == (whole.parameters, 0, 0)
     assert (states.gathered, states.activations) == (whole.gathered, whole.activations)
     both = plan_memory(sizes(), ParallelConfig(param_offload=True, optimizer_offload=True), SHAPE, world_size=4)
     assert both == everything
@@ -116,7 +163,7 @@ def test_models_that_are_split_by_the_classes_of_their_blocks_are_planned(config
 def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
     """The peak is in backward of the middle block, with whose parameters those of the first have been gathered."""
 
-    def gathered(in_float8, width=256, tensor_degree=1, keeps=False):
+    def gathered(in_float8, width=256, tensor_degree=1, keeps=False, num_tokens=16):
         config = ParallelConfig.of(
             precision="bf16-mixed",
             float8_recipe="tensorwise",
@@ -124,11 +171,11 @@ def test_weights_that_are_gathered_in_float8_take_one_byte_a_value():
             tensor_parallel_degree=tensor_degree,
             reshard_after_forward=not keeps,
         )
-        shape = TrainingShape(micro_batch_size=1, sequence_length=16)
+        shape = TrainingShape(micro_batch_size=1, sequence_length=num_tokens)
         return plan_memory(sizes(3, width), config, shape, world_size=4).gathered
 
     linears = 3 * 256 * 256 + 3 * 256 * 1024  # queries and outputs; keys and values of half the heads; MLP
-    for num_blocks, options in ((2, {}), (2, {"keeps": True}), (1, {"tensor_degree": 2})):
+    for num_blocks, options in ((2, {}), (2, {"keeps": True}), (1, {"tensor_degree": 2, "num_tokens": 128})):
         assert gathered(False, **options) - gathered(True, **options) == num_blocks * linears
     assert gathered(False, width=24) == gathered(True, width=24)  # sides that are no multiples of 16
 
