@@ -119,6 +119,7 @@ def plan_memory(
     *,
     world_size: int,
     ranks_per_node: int = 0,
+    host_memory_gib: float | None = None,
     step: Callable[[nn.Module, TrainingShape], Tensor] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a rank.
@@ -129,6 +130,9 @@ def plan_memory(
         training: Batch, sequence and optimizer.
         world_size: Number of ranks.
         ranks_per_node: Ranks on a node; 0 for all.
+        host_memory_gib: Memory of a node, in GiB. Offloaded activations then get what they get in a job: unless
+            `activation_host_memory_gib` says more, half of a rank's part of it. The rest stays on the device. None for
+            no limit. Whether the plan fits is not checked.
         step: Computes the loss of a micro-batch of fake tensors; by default `model(input_ids=..., labels=...).loss`.
             With context parallelism it is given the length of a rank's part of the sequences.
 
@@ -140,7 +144,8 @@ def plan_memory(
     """
     module = model if isinstance(model, nn.Module) else _built(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
-    tracked = track_step(module, config, topology, training, step or language_model_step)
+    limits = _Limits(host_memory_gib=host_memory_gib, ranks_per_node=ranks_per_node or world_size)
+    tracked = track_step(module, limits.config(config), topology, training, step or language_model_step)
     return _plan(module, config, topology, training, tracked)
 
 
@@ -152,9 +157,10 @@ def smallest_degrees(
     world_size: int,
     device_memory_gib: float,
     ranks_per_node: int = 0,
+    host_memory_gib: float | None = None,
     step: Callable[[nn.Module, TrainingShape], Tensor] | None = None,
 ) -> MemoryPlan:
-    """The plan with the smallest tensor degree, and with it the smallest shard degree, that fits a device.
+    """The plan with the smallest tensor degree, and with it the smallest shard degree, that fits devices and hosts.
 
     Args:
         model: See `plan_memory`.
@@ -162,7 +168,9 @@ def smallest_degrees(
         training: See `plan_memory`.
         world_size: Number of ranks.
         device_memory_gib: Memory of a device that a plan may take, in GiB.
-        ranks_per_node: Tensor parallelism stays on a node; 0 for one node.
+        ranks_per_node: Tensor parallelism stays on a node, whose ranks share its memory; 0 for one node.
+        host_memory_gib: Memory of a node that the plans of its ranks may take together, in GiB; None for no limit. See
+            also `plan_memory`.
         step: See `plan_memory`.
 
     Raises:
@@ -170,6 +178,11 @@ def smallest_degrees(
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
     module = model if isinstance(model, nn.Module) else _built(model)
+    limits = _Limits(
+        device_memory_gib=device_memory_gib,
+        host_memory_gib=host_memory_gib,
+        ranks_per_node=ranks_per_node or world_size,
+    )
     plan = None
     inner = math.lcm(config.context_parallel_degree, config.expert_parallel_degree)  # inside the shard axis
     for tensor_degree in _divisors(ranks_per_node or world_size, world_size):
@@ -180,22 +193,51 @@ def smallest_degrees(
             topology = tried.topology(world_size, ranks_per_node=ranks_per_node)
             try:
                 shards = _plan(module, tried, topology, training, TrackedStep())
-                if shards.device > device_memory_gib * GIB and shard_degree < most:
+                if limits.exceeded(shards) and shard_degree < most:
                     continue  # whatever a step needs besides
-                tracked = track_step(module, tried, topology, training, step or language_model_step)
+                tracked = track_step(module, limits.config(tried), topology, training, step or language_model_step)
             except ConfigError:
                 if tensor_degree == 1:
                     raise
                 break  # the model cannot be split so
             plan = _plan(module, tried, topology, training, tracked)
-            if plan.device <= device_memory_gib * GIB:
+            if not limits.exceeded(plan):
                 return plan
     assert plan is not None
     raise ConfigError(
-        f"{plan.num_parameters:,} parameters with {training.sequence_length} tokens do not fit {world_size} devices of "
-        f"{device_memory_gib:g} GiB; with {plan.topology} a rank needs, in GiB: {plan}. Use more ranks, or what "
-        "docs/guides/memory.md lists against activations."
+        f"{plan.num_parameters:,} parameters with {training.sequence_length} tokens do not fit {world_size} "
+        f"{' and '.join(limits.exceeded(plan))}; with {plan.topology} a rank needs, in GiB: {plan}. Use more ranks, or "
+        "what docs/guides/memory.md lists against activations."
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Memory that plans may take."""
+
+    device_memory_gib: float = math.inf
+    host_memory_gib: float | None
+    """Of a node."""
+    ranks_per_node: int
+
+    def exceeded(self, plan: MemoryPlan) -> list[str]:
+        """Names the limits that a plan does not keep."""
+        limits: list[str] = []
+        if plan.device > self.device_memory_gib * GIB:
+            limits.append(f"devices of {self.device_memory_gib:g} GiB")
+        of_node = plan.host * self.ranks_per_node
+        if self.host_memory_gib is not None and of_node > self.host_memory_gib * GIB:
+            limits.append(
+                f"{'' if limits else 'devices '}on nodes with {self.host_memory_gib:g} GiB of host memory, of which "
+                f"{self.ranks_per_node} ranks need {of_node / GIB:.2f}"
+            )
+        return limits
+
+    def config(self, config: ParallelConfig) -> ParallelConfig:
+        """Limit offloaded activations as a job does; see `HostPool`."""
+        if self.host_memory_gib is None or config.activation_host_memory_gib:
+            return config
+        return replace(config, activation_host_memory_gib=self.host_memory_gib / self.ranks_per_node / 2)
 
 
 def _plan(

@@ -1,6 +1,7 @@
 """Plans of memory, against what is tracked in steps that run."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -200,6 +201,37 @@ def test_the_smallest_degrees_that_fit():
         smallest_degrees(sizes(), ParallelConfig(), SHAPE, world_size=6, device_memory_gib=0.001)
     with pytest.raises(ConfigError, match=r"8,030,261,248 parameters with 8192 tokens do not fit 2 devices of 24 GiB"):
         smallest_degrees(llama, config, shape, world_size=2, ranks_per_node=1, device_memory_gib=24)
+
+
+def test_the_smallest_degrees_that_fit_the_memory_of_hosts():
+    """Replicas need no less host memory; shards do."""
+    config, shape = ParallelConfig(param_offload=True), replace(SHAPE, optimizer_implementation="fused")
+    find = partial(smallest_degrees, sizes(), config, shape, world_size=8, ranks_per_node=4, device_memory_gib=1)
+    assert find().topology.shape == (8, 1, 1)
+    node = 4 * 16 * find().num_parameters / GIB  # bytes of all training state, once for each rank
+    assert find(host_memory_gib=node).topology.shape == (8, 1, 1)
+    assert find(host_memory_gib=node * 0.99).topology.shape == (4, 2, 1)
+    assert find(host_memory_gib=node / 4).topology.shape == (2, 4, 1)
+    with pytest.raises(
+        ConfigError, match=r"do not fit 8 devices on nodes with 0.005 GiB of host memory, of which 4 ranks need 0.01; "
+    ):
+        find(host_memory_gib=0.005)
+    with pytest.raises(ConfigError, match=r"do not fit 8 devices of 0.001 GiB and on nodes with 0.005 GiB of host mem"):
+        find(host_memory_gib=0.005, device_memory_gib=0.001)
+
+
+def test_offloaded_activations_get_half_of_a_ranks_part_of_a_host():
+    shape = replace(SHAPE, sequence_length=16 * SHAPE.sequence_length)
+    plan = partial(plan_memory, sizes(), training=shape, world_size=4, ranks_per_node=2)
+    config = ParallelConfig(sm_activation_offloading=True)
+    part = plan(config=config).host_activations / 2
+    limited = plan(config=config, host_memory_gib=4 * part / GIB)
+    assert limited == plan(config=replace(config, activation_host_memory_gib=part / GIB))
+    assert 0 < limited.host_activations <= part
+    own = replace(config, activation_host_memory_gib=2 * part / GIB)
+    assert plan(config=own, host_memory_gib=4 * part / GIB) == plan(config=own)
+    found = smallest_degrees(sizes(), config, shape, world_size=4, device_memory_gib=9, host_memory_gib=8 * part / GIB)
+    assert found.host_activations <= part
 
 
 def test_degrees_inside_the_shard_axis_are_kept():
