@@ -125,7 +125,8 @@ def plan_memory(
     """Plan the memory of a rank.
 
     Args:
-        model: A module, best on the meta device, or a configuration of transformers. It is not changed.
+        model: A module, best on the meta device, or a configuration of transformers of which `AutoModelForCausalLM`
+            builds a model. It is not changed.
         config: Degrees, precision and what is done about activations.
         training: Batch, sequence and optimizer.
         world_size: Number of ranks.
@@ -137,8 +138,8 @@ def plan_memory(
             With context parallelism it is given the length of a rank's part of the sequences.
 
     Raises:
-        ConfigError: The step depends on values or uses an operation that fake tensors do not have, or context or
-            expert parallelism does not serve the model.
+        ConfigError: The model is a configuration of no causal language model, the step depends on values or uses an
+            operation that fake tensors do not have, or context or expert parallelism does not serve the model.
         DegreeError: The degrees do not fit the world.
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
@@ -174,7 +175,7 @@ def smallest_degrees(
         step: See `plan_memory`.
 
     Raises:
-        ConfigError: Nothing fits; the message has the plan with the largest degrees.
+        ConfigError: Nothing fits; the message has the plan with the largest degrees. See also `plan_memory`.
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
     module = model if isinstance(model, nn.Module) else _built(model)
@@ -268,8 +269,15 @@ def _plan(
 def _built(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"a model of {type(config).__name__} cannot be planned: {str(error).partition(chr(10))[0]} Give "
+            "a configuration of which transformers' AutoModelForCausalLM builds a model, or any nn.Module; step=... "
+            "computes its loss, if that is not model(input_ids=..., labels=...).loss."
+        ) from error
 
 
 def _divisors(number: int, of: int) -> list[int]:

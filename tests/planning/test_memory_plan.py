@@ -244,6 +244,18 @@ def test_degrees_inside_the_shard_axis_are_kept():
         plan_memory(sizes(), ParallelConfig(expert_parallel_degree=2), SHAPE, world_size=2)
 
 
+@pytest.mark.parametrize(
+    "config", [transformers.T5Config(num_layers=1, decoder_start_token_id=0), "meta-llama/Llama-3.1-8B"]
+)
+def test_what_is_no_causal_language_model_is_refused_or_planned_as_a_module(config):
+    with pytest.raises(ConfigError, match=f"a model of {type(config).__name__} cannot .*AutoModelForCausalLM.* step="):
+        plan_memory(config, ParallelConfig(), SHAPE, world_size=1)
+    if not isinstance(config, str):
+        with torch.device("meta"):
+            model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        assert plan_memory(model, ParallelConfig(), SHAPE, world_size=1).activations > 0
+
+
 class Depends(nn.Module):
     def __init__(self):
         super().__init__()
