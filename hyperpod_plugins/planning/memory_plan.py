@@ -65,6 +65,9 @@ class MemoryPlan:
     """Whole parameters and gradients of the units that are being computed, at the peak of forward and backward."""
     activations: float
     """What forward and backward hold besides, logits included, at their peak."""
+    logits: float
+    """Of the activations at that peak, logits of a causal language model of transformers, and what its loss computes of
+    them; 0 if the peak is elsewhere, such as in the backward of a block when the loss is computed in chunks."""
     temporary: float
     """What the optimizer's step needs besides, on the device."""
     host_state: float
@@ -106,10 +109,11 @@ class MemoryPlan:
         """Return the parts in GiB."""
         names = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
         totals = ("in_backward", "in_optimizer_step", "device", "host")
-        parts = "  ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        sizes = {name: f"{name} {getattr(self, name) / GIB:.2f}" for name in names}
+        sizes["activations"] += f" (logits {self.logits / GIB:.2f})"
         peaks = "  ".join(f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in totals)
         snapshots = f" (snapshots {self.host_snapshots / GIB:.2f})" if self.host_snapshots else ""
-        return f"{parts}  |  {peaks}{snapshots}"
+        return f"{'  '.join(sizes.values())}  |  {peaks}{snapshots}"
 
 
 def plan_memory(
@@ -258,6 +262,7 @@ def _plan(
         gradients_in_backward=on_device["gradients"] if training.keeps_gradients else tracked.gradients,
         gathered=tracked.gathered,
         activations=tracked.activations,
+        logits=tracked.logits,
         temporary=0.0 if on_host else state.temporary,
         host_state=sum(shards[name] for name in on_host) + copies,
         host_temporary=state.temporary if on_host else 0.0,

@@ -6,6 +6,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.parallel.context_parallel import causal_language_models
+from hyperpod_plugins.parallel.hsdp import outermost_blocks
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
 from hyperpod_plugins.planning.gathered_units import GATHERED, GRADIENTS, GatheredUnits
 from hyperpod_plugins.planning.rank_part import (
@@ -28,6 +31,7 @@ from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPoo
 from hyperpod_plugins.planning.training_shape import TrainingShape
 
 _FUSED = "hyperpod_plan"
+_LOGITS = "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class TrackedStep:
     """Shards of gradients that have arisen in the step."""
     activations: float = 0.0
     """All else."""
+    logits: float = 0.0
+    """Of the activations, logits of a causal language model and what its loss computes of them."""
     host_activations: float = 0.0
     """Offloaded activations, in host memory."""
 
@@ -88,6 +94,7 @@ def track_step(
             makes_gradients=not (training.keeps_gradients or config.param_offload),
         )
         units.watch()
+        _watch_logits(twin, config, tracker)
         try:
             with tracker:
                 loss = step(twin.train(), training)
@@ -104,8 +111,34 @@ def track_step(
         gathered=float(kinds[GATHERED]),
         gradients=float(kinds[GRADIENTS]),
         activations=float(tracker.peak - kinds[GATHERED] - kinds[GRADIENTS]),
+        logits=float(kinds[_LOGITS]),
         host_activations=0.0 if offload is None else offload.stored_bytes / of_stream,
     )
+
+
+def _watch_logits(model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
+    """Have the tracker tell logits apart: the rows of the vocabulary that arise in the head and the loss, and backward.
+
+    That is from where the head of a causal language model of transformers is called to where the last block's backward
+    begins. Models of other kinds have none.
+    """
+    heads = [each.get_output_embeddings() for each in causal_language_models(model)]
+    if len(heads) != 1 or heads[0] is None:
+        return
+    is_loss = False
+
+    def switch(now: bool, *_: Any) -> None:
+        nonlocal is_loss
+        is_loss = now
+
+    def kind_of(tensor: Tensor) -> str:
+        is_row = tensor.dim() > 1 and tensor.shape[-1] == len(heads[0].weight)
+        return _LOGITS if is_loss and is_row else ""
+
+    tracker.kind_of = kind_of
+    heads[0].register_forward_pre_hook(partial(switch, True))
+    for block in outermost_blocks(model, config.block_classes):
+        block.register_full_backward_pre_hook(partial(switch, False))
 
 
 def _fake_twin(model: nn.Module, computed: torch.dtype | None) -> nn.Module:

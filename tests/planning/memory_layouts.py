@@ -130,7 +130,7 @@ class Comparison:
 
 def sizes(layers=4, width=128, **options):
     return transformers.LlamaConfig(
-        vocab_size=2048,
+        vocab_size=options.pop("vocab_size", 2048),
         hidden_size=width,
         intermediate_size=4 * width,
         num_hidden_layers=layers,

@@ -234,6 +234,26 @@ def test_offloaded_activations_get_half_of_a_ranks_part_of_a_host():
     assert found.host_activations <= part
 
 
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({}, 3),  # log-probabilities, their gradient, and that of logits
+        ({"precision": "bf16-mixed"}, 3),
+        ({"tensor_parallel_degree": 2, "loss_parallel": True}, 1.5),
+        ({"context_parallel_degree": 2}, 1.5),
+        ({"activation_checkpointing": "full", "loss_chunks": 4, "mlp_tiles": 4}, 0),  # the peak is elsewhere
+    ],
+)
+def test_logits_are_told_apart(options, copies):
+    """What a larger vocabulary adds to activations is what it adds to logits."""
+    small, large = (
+        plan_memory(sizes(vocab_size=size), ParallelConfig.of(options), SHAPE, world_size=2) for size in (2048, 4096)
+    )
+    assert small.logits == copies * 4 * SHAPE.micro_batch_size * SHAPE.sequence_length * 2048
+    assert large.activations - small.activations == large.logits - small.logits == small.logits
+    assert f"(logits {large.logits / GIB:.2f})" in str(large)
+
+
 def test_degrees_inside_the_shard_axis_are_kept():
     config = ParallelConfig(precision="bf16-mixed", expert_parallel_degree=4, context_parallel_degree=2)
     plan = smallest_degrees(mixtral(), config, SHAPE, world_size=8, device_memory_gib=1)
