@@ -74,6 +74,8 @@ class MemoryPlan:
     """In host memory: parameters, gradients and optimizer states, or copies of them while the optimizer steps."""
     host_temporary: float
     """In host memory: what the optimizer's step needs besides, if it computes there."""
+    host_margin: float
+    """In host memory: what torch's allocator of pinned memory adds to `param_offload` on GPUs, by rounding sizes up."""
     host_activations: float
     """In host memory: offloaded activations."""
     host_snapshots: float
@@ -102,8 +104,9 @@ class MemoryPlan:
 
     @property
     def host(self) -> float:
-        """Bytes in host memory."""
-        return self.host_state + self.host_temporary + self.host_activations + self.host_snapshots
+        """Bytes in host memory, with what pinned memory takes besides."""
+        state = self.host_state + self.host_temporary + self.host_margin
+        return state + self.host_activations + self.host_snapshots
 
     def __str__(self) -> str:
         """Return the parts in GiB."""
@@ -266,6 +269,7 @@ def _plan(
         temporary=0.0 if on_host else state.temporary,
         host_state=sum(shards[name] for name in on_host) + copies,
         host_temporary=state.temporary if on_host else 0.0,
+        host_margin=state.rounding if config.param_offload else 0.0,
         host_activations=tracked.host_activations,
         host_snapshots=COPIES * (state.parameters + state.optimizer) if training.has_snapshots else 0.0,
     )

@@ -8,8 +8,13 @@ torch chooses on GPUs, those of all parameters exist at once, as large as the pa
 parameters needs two tensors of the size of one (the root, and the root divided by a number); the fused kernel none. The
 other elementwise optimizers of torch need as much or less, with few exceptions: Adadelta, and weight decay that is
 added to gradients beside such a root (`RMSprop(weight_decay=...)`), need up to twice that with `foreach`.
+
+[Note: pinned memory] With `param_offload` on GPUs, FSDP2 keeps each shard of a parameter or gradient in pinned memory,
+and torch's allocator of pinned memory rounds each up to a power of two (pytorch/pytorch#150517), unless it is told a
+limit for that. Pinned memory of this package is whole pages.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,6 +42,8 @@ class StateMemory:
     """Shards of the optimizer's states."""
     temporary: float
     """Of the optimizer's step, where it computes."""
+    rounding: float
+    """What pinned memory for shards of parameters and gradients takes besides: see [Note: pinned memory]."""
 
 
 def plan_state(model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape) -> StateMemory:
@@ -48,6 +55,7 @@ def plan_state(model: nn.Module, config: ParallelConfig, topology: Topology, tra
         gradients=sum(trained),
         optimizer=training.optimizer_states * sum(trained),
         temporary=_temporary(trained, config, training),
+        rounding=sum(_power_of_two(size) - size for size in (*(size for _, size in sizes), *trained)),
     )
 
 
@@ -68,6 +76,10 @@ def _shard_sizes(model: nn.Module, config: ParallelConfig, topology: Topology) -
     for name, parameter in model.named_parameters():
         ranks = topology.shard_degree * (topology.tensor_degree if name.rpartition(".")[0] in split else 1)
         yield parameter, parameter.numel() * stored_dtype(parameter, config).itemsize / ranks
+
+
+def _power_of_two(num_bytes: float) -> int:
+    return 1 << max(0, math.ceil(num_bytes) - 1).bit_length()
 
 
 def _temporary(trained: list[float], config: ParallelConfig, training: TrainingShape) -> float:

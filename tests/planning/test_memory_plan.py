@@ -133,6 +133,12 @@ def test_training_state_in_host_memory_counts_there():
     assert everything.host_state == whole.parameters + whole.gradients + whole.optimizer
     largest = 4 * 2048 * 128 / 4  # bytes of a shard of the embedding: on a host, torch loops over parameters
     assert (whole.host_temporary, states.host_temporary, everything.host_temporary) == (0, 2 * largest, 2 * largest)
+    vectors, matrices = 3 * 128 + 6 * 128, 4 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 512 * 128) + 2 * 2048 * 128
+    assert everything.num_parameters == vectors + matrices  # all of sizes that are powers of two
+    assert (whole.host_margin, states.host_margin, everything.host_margin) == (0, 0, 0)
+    odd = plan_memory(sizes(vocab_size=1536), ParallelConfig(param_offload=True), SHAPE, world_size=4)
+    assert odd.host_margin == 2 * 2 * 512 * 128 * 4 / 4  # embedding and head, and gradients, rounded up to 2048 rows
+    assert odd.host == odd.host_state + odd.host_temporary + odd.host_margin
     assert (whole.temporary, states.temporary, everything.temporary) == (whole.parameters, 0, 0)
     assert (states.gathered, states.activations) == (whole.gathered, whole.activations)
     both = plan_memory(sizes(), ParallelConfig(param_offload=True, optimizer_offload=True), SHAPE, world_size=4)
@@ -208,7 +214,7 @@ def test_the_smallest_degrees_that_fit_the_memory_of_hosts():
     config, shape = ParallelConfig(param_offload=True), replace(SHAPE, optimizer_implementation="fused")
     find = partial(smallest_degrees, sizes(), config, shape, world_size=8, ranks_per_node=4, device_memory_gib=1)
     assert find().topology.shape == (8, 1, 1)
-    node = 4 * 16 * find().num_parameters / GIB  # bytes of all training state, once for each rank
+    node = 4 * find().host / GIB
     assert find(host_memory_gib=node).topology.shape == (8, 1, 1)
     assert find(host_memory_gib=node * 0.99).topology.shape == (4, 2, 1)
     assert find(host_memory_gib=node / 4).topology.shape == (2, 4, 1)
