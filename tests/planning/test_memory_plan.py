@@ -96,7 +96,7 @@ def test_an_unknown_implementation_of_the_optimizer_is_refused():
 
 @pytest.mark.spawns
 def test_a_rank_needs_what_is_planned():
-    comparisons, snapshots, kept = compare(IN_SUITE, timeout_s=240.0)
+    comparisons, snapshots, kept = compare(IN_SUITE, timeout_s=360.0)
     assert [each for each in comparisons if not each.fits] == []
     assert kept == [pytest.approx(snapshots, rel=0.01)] * 4  # buffers, and counts of steps, too
 
