@@ -14,15 +14,14 @@ from hyperpod_plugins.planning.failures import (
 from hyperpod_plugins.planning.memory_plan import (
     GIB,
     MemoryPlan,
-    TrackedMemory,
-    TrainingShape,
-    UncountedPool,
     plan_memory,
     smallest_degrees,
 )
 from hyperpod_plugins.planning.plan import JobPlan, make_plan
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, RetryChain, Scenario, StageTimes
 from hyperpod_plugins.planning.simulation import Estimate, SimulatedRuns, simulate
+from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
+from hyperpod_plugins.planning.training_shape import TrainingShape
 
 __all__ = [
     "Estimate",

@@ -1,5 +1,6 @@
 """What one rank computes of a step that it shares with others, for plans of memory.
 
+Layers that tensor parallelism splits have the sizes that they have on one rank, and the residual stream counts in part.
 The exchanges of context and expert parallelism run as they do in training, in a group that sends nothing, so that they
 allocate the same tensors.
 """
@@ -26,8 +27,12 @@ from hyperpod_plugins.parallel.context_parallel import (
 )
 from hyperpod_plugins.parallel.expert_exchange import Routes, TokenParts, compute_with_experts
 from hyperpod_plugins.parallel.expert_parallel import find_experts
+from hyperpod_plugins.parallel.hsdp import outermost_blocks
 from hyperpod_plugins.parallel.ring_attention import attend_in_ring
 from hyperpod_plugins.parallel.sequence_context import ContextDegrees
+from hyperpod_plugins.parallel.tensor_parallel import plan_for
+from hyperpod_plugins.parallel.tensor_styles import keep_one_rank
+from hyperpod_plugins.planning.tracked_memory import TrackedMemory
 
 _PLANNED = "hyperpod_plan_context"
 
@@ -161,3 +166,76 @@ def _exchange_rows(part: nn.Module, group: dist.ProcessGroup, tensor_group: dist
         return parts.join(compute_with_experts(compute, hidden, weights, routes, torch.zeros_like(order)))
 
     part.__class__ = derived_class(kind, {"forward": forward})
+
+
+def plan_tensor_part(model: nn.Module, config: ParallelConfig) -> set[int]:
+    """Give layers that tensor parallelism splits the sizes that they have on one rank, so that activations do.
+
+    Embeddings, and a head whose logits are gathered, stay whole.
+
+    Returns:
+        The `id` of each parameter that stays whole here, but is split on a rank.
+    """
+    degree = config.tensor_parallel_degree
+    if degree == 1:
+        return set()
+    whole = set[int]()
+    for name, style in plan_for(model, config).items():
+        if style == "embedding_rowwise" or (style == "colwise_gather_output" and not config.loss_parallel):
+            whole |= {id(each) for each in model.get_submodule(name).parameters(recurse=False)}
+            continue
+        part: Any = model.get_submodule(name)
+        keep_one_rank(part, style, degree)
+        if style == "colwise_gather_output":  # the loss of transformers takes the number of logits from here
+            config_of_model: Any = getattr(model, "config", None)
+            config_of_model.vocab_size = part.weight.shape[0]
+    return whole
+
+
+def plan_stream_part(model: nn.Module, config: ParallelConfig, tracker: TrackedMemory) -> None:
+    """Count one rank's part of the residual stream, which `sequence_parallel` splits along the sequence.
+
+    The model computes the whole. Of what arises between the layers that tensor parallelism splits, `tracker` counts the
+    part of one rank; from where the stream is gathered to where results are reduced to parts, it counts all.
+    """
+    degree, gathered = config.tensor_parallel_degree, dict[str, tuple[Tensor, Tensor]]()
+    for name, style in plan_for(model, config).items():
+        owner = name.rpartition(".")[0] if style == "colwise" else name
+
+        def gather(_: nn.Module, args: tuple[Any, ...], owner: str = owner) -> tuple[Any, ...]:
+            read, *rest = args
+            if owner not in gathered or gathered[owner][0] is not read:  # several layers read one tensor
+                gathered[owner] = read, _Boundary.apply(read, tracker, degree, 1)
+            return gathered[owner][1], *rest
+
+        def forget(*_: object, owner: str = owner) -> None:
+            gathered.pop(owner, None)
+
+        def reduce(_: nn.Module, args: tuple[Any, ...], result: Tensor) -> Any:
+            return _Boundary.apply(result, tracker, 1, degree)
+
+        part = model.get_submodule(name)
+        if style in ("colwise", "colwise_gather_output"):
+            part.register_forward_pre_hook(gather)
+            model.get_submodule(owner).register_forward_hook(forget, always_call=True)  # recomputations end early
+        elif style in ("rowwise", "embedding_rowwise"):
+            part.register_forward_hook(reduce)
+    for block in outermost_blocks(model, config.block_classes):  # also where it is computed again
+        block.register_forward_pre_hook(lambda *_: setattr(tracker, "divisor", degree))
+
+
+class _Boundary(torch.autograd.Function):
+    """Copies a tensor where the residual stream begins or ends, and its gradient; see `plan_stream_part`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, tracker: TrackedMemory, before: int, after: int) -> Tensor:
+        """Count, from the copy on, one part in `after`."""
+        ctx.tracker, ctx.before = tracker, before
+        tracker.divisor = after
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Count, from the copy on, one part in `before`."""
+        ctx.tracker.divisor = ctx.before
+        return gradients[0].clone(), None, None, None

@@ -104,7 +104,7 @@ def test_limits_of_the_offload_are_those_of_long_steps():
 
 @pytest.mark.parametrize(("allocated", "held"), [(0.92, "met"), (1.1, "met"), (1.13, "missed"), (0.89, "missed")])
 def test_a_plan_is_compared_with_what_is_allocated(allocated, held):
-    plan = SimpleNamespace(parameters=4.0, gradients=1.0, optimizer=2.0, gathered=0.0, activations=3.0, device=10.5)
+    plan = SimpleNamespace(peak=10.0, device=10.5)
     peak = memory_plan.Peak(allocated=10 * allocated, reserved=11.0, seconds=1.0, loss=1.0)
     limit = memory_plan.judged("plain", plan, peak)
     assert limit.held == held

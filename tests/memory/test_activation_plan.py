@@ -13,7 +13,7 @@ from hyperpod_plugins.memory.activation_plan import MARGIN, AutomaticPlan, Devic
 from hyperpod_plugins.memory.recompute import is_in_backward
 from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.parallel.parallelize import save_activation_memory
-from hyperpod_plugins.planning.memory_plan import TrackedMemory, UncountedPool
+from hyperpod_plugins.planning import TrackedMemory, UncountedPool
 
 GIB = 2**30
 CPU = torch.device("cpu")
