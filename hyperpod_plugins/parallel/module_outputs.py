@@ -8,19 +8,23 @@ parameters stay gathered are then never reduced, without an error. So `follow_ou
 # FSDP2's states have no public API.
 # pyright: reportPrivateUsage=false
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 _MOST_VALUES = 2**12
-"""Values that are looked at in one output: it may hold on to anything."""
-_CONTAINERS = (Mapping, list, tuple, set, frozenset)
-_NO_OUTPUTS = (nn.Module, Optimizer, type, FunctionType, ModuleType)
+"""Objects and containers that are looked into in one output: it may hold on to anything."""
+_HOLD_NO_OUTPUTS = (
+    *(nn.Module, Optimizer, type, FunctionType, ModuleType),
+    *(str, bytes, bool, int, float, complex, type(None)),
+)
+_SEEN_BY_TORCH = (dict, list, tuple)
 
 
 def follow_outputs(model: nn.Module) -> None:
@@ -38,7 +42,7 @@ def follow_outputs(model: nn.Module) -> None:
 def _registering(state: Any, register: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def register_all(output: Any) -> Any:
         registered = register(output)
-        if not isinstance(output, Tensor):
+        if torch.is_grad_enabled() and not isinstance(output, Tensor):
             for each in hidden_tensors(registered):
                 each.register_hook(state._pre_backward)
         return registered
@@ -47,34 +51,48 @@ def _registering(state: Any, register: Callable[[Any], Any]) -> Callable[[Any], 
 
 
 def hidden_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors that need a gradient in objects of an output: neither containers nor in containers alone."""
+    """Return the computed tensors that need a gradient and lie in objects of an output, or in containers unlike lists.
+
+    Leaves, such as a parameter that an object holds on to, are no outputs.
+    """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
-    waiting: list[tuple[Any, bool]] = [(output, False)]
+    waiting: deque[tuple[Any, bool]] = deque([(output, False)])
     while waiting and len(seen) < _MOST_VALUES:
-        value, is_hidden = waiting.pop()
+        value, is_hidden = waiting.popleft()
         if isinstance(value, Tensor):
-            if is_hidden and value.requires_grad:
+            if is_hidden and value.grad_fn is not None:
                 found[id(value)] = value
-            continue
-        if id(value) in seen or isinstance(value, _NO_OUTPUTS):
-            continue
-        seen.add(id(value))
-        is_object = not isinstance(value, _CONTAINERS)
-        waiting += [(each, is_hidden or is_object or is_dataclass(value)) for each in _parts_of(value)]
+        elif not isinstance(value, _HOLD_NO_OUTPUTS) and id(value) not in seen:
+            seen.add(id(value))
+            held = _items_of(value)
+            are_seen = isinstance(value, _SEEN_BY_TORCH)
+            waiting.extend((each, is_hidden or not are_seen) for each in held)
+            waiting.extend((each, True) for each in _attributes_of(value))
     return list(found.values())
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
-    """What a container holds, or the values of an object's attributes."""
+def _items_of(value: Any) -> Iterable[Any]:
+    """What a container holds."""
     if isinstance(value, Mapping):
         return list(cast("Mapping[Any, Any]", value).values())
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(cast("Iterable[Any]", value))
-    slots = (name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ())))
-    of_slots = [getattr(value, name, None) for name in slots]
-    return [*of_slots, *vars(value).values()] if "__dict__" in dir(value) else of_slots
+    return ()
 
 
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return [slots] if isinstance(slots, str) else slots
+def _attributes_of(value: Any) -> Iterable[Any]:
+    """The values of an object's attributes, read without code of its class."""
+    kind: type[Any] = type(value)
+    slots = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, MemberDescriptorType)]
+    found: list[Any] = []
+    for slot in slots:
+        try:
+            found.append(slot.__get__(value, kind))
+        except AttributeError:
+            continue  # not set
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return found
+    return [*found, *own.values()]

@@ -1,8 +1,9 @@
 """Attention over a sequence whose parts are on the ranks of a context group, which pass keys and values round a ring.
 
 Each rank computes its queries against one part of the keys after the other, while the next part is under way, and keeps
-the largest product and the sum of each query so far. So no rank ever holds more than two parts. In backward, keys and
-values go round once more, and their gradients travel with them. The order of sums is that of the ring, so results have
+the largest product and the sum of each query so far. So a rank holds its own part, the one that it computes with, in
+float32, and the one that is under way, however many there are. In backward, keys and values go round once more, and
+their gradients travel with them, in float32. The order of sums is that of the ring, so results have
 the same bits each time. The parts are those of `SequenceLayout` where keys are gathered, which balances causal
 attention. (Liu et al., Ring Attention with Blockwise Transformers, arXiv 2310.01889)
 """
@@ -139,7 +140,12 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         scale: float,
     ) -> Tensor:
-        ring, exact = _Ring(layout, group, mask), _sum_type(query)
+        with torch.autocast(query.device.type, enabled=False):  # backward computes the same products, outside of it
+            return _RingAttention._forward(ctx, query, key, value, _Ring(layout, group, mask), scale)
+
+    @staticmethod
+    def _forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, scale: float) -> Tensor:
+        layout, exact = ring.layout, _sum_type(query)
         wide = query.to(exact).unflatten(1, (key.shape[1], -1))
         total = wide.new_zeros((*wide.shape[:-1], value.shape[-1]))
         weights = wide.new_zeros(wide.shape[:-1])
@@ -173,6 +179,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.autocast(gradient.device.type, enabled=False):
+            return _RingAttention._backward(ctx, gradient)
+
+    @staticmethod
+    def _backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, result, logarithm = ctx.saved_tensors
         ring: _Ring = ctx.ring
         exact, num_groups = _sum_type(query), key.shape[1]

@@ -47,12 +47,7 @@ class ContextDegrees:
         Raises:
             ConfigError: ranks are to exchange heads, and cannot share them equally.
         """
-        return comm_type_of(
-            self.comm_type,
-            self.context_degree,
-            num_heads // self.tensor_degree,
-            num_key_value_heads // self.tensor_degree,
-        )
+        return comm_type_of(self.comm_type, self.context_degree, self.tensor_degree, num_heads, num_key_value_heads)
 
 
 class SequenceContext:
@@ -179,17 +174,20 @@ class SequenceContext:
 
 
 def comm_type_of(
-    asked: ContextCommType, degree: int, num_heads: int, num_key_value_heads: int
+    asked: ContextCommType, degree: int, tensor_degree: int, num_heads: int, num_key_value_heads: int
 ) -> Literal["a2a", "all_gather", "p2p"]:
-    """Return how the ranks of a context group communicate for attention with so many heads on each.
+    """Return how the ranks of a context group communicate for attention with so many heads.
+
+    Tensor peers may divide the heads among them, or each have all.
 
     Raises:
         ConfigError: they are to exchange heads, and cannot share them equally.
     """
-    shares = num_heads % degree == 0 and num_key_value_heads % degree == 0
+    shares = all(heads % (tensor_degree * degree) == 0 for heads in (num_heads, num_key_value_heads))
     if asked == "a2a" and not shares:
         raise ConfigError(
-            f"context_comm_type='a2a', but {degree} ranks of a context group cannot share {num_heads} heads and "
+            f"context_comm_type='a2a', but {degree} ranks of a context group"
+            f"{f' with {tensor_degree} tensor peers each' * (tensor_degree > 1)} cannot share {num_heads} heads and "
             f"{num_key_value_heads} heads of keys and values equally. Use 'all_gather', 'p2p' or 'auto', or another "
             "context_parallel_degree."
         )

@@ -293,6 +293,7 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
     if not plan:
         return
     ties = tied_parameters(model)
+    frozen = [name for name, each in model.named_parameters(remove_duplicate=False) if not each.requires_grad]
     styles = {
         name: _style(style, config, model.get_submodule(name)) for name, style in plan.items() if style != "replicate"
     }
@@ -304,6 +305,8 @@ def shard_tensors(model: nn.Module, mesh: DeviceMesh, plan: Plan, config: Parall
     for owner, names in _readers_of_one_tensor(plan).items():
         _SharedInput(model.get_submodule(owner), map(model.get_submodule, names), mesh)
     parallelize_module(model, mesh, styles, src_data_rank=None)
+    for name in frozen:  # torch's `SequenceParallel` makes parameters that are trained
+        model.get_parameter(name).requires_grad_(False)
     _retie(model, ties)
 
 

@@ -265,9 +265,13 @@ class UnitTrace:
     def refuse_lost_gradients(self) -> None:
         """Refuse gradients that a backward has left in gathered parameters, as it did not find the unit's outputs.
 
+        An optimizer that steps within backward finds gradients that are yet to be reduced.
+
         Raises:
             ConfigError: there are some.
         """
+        if torch._C._current_graph_task_id() != -1:
+            return
         lost = [name for name, unit in zip(self._names, self._units, strict=True) if unit.has_lost_gradients]
         if lost:
             self.forget()

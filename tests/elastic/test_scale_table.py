@@ -50,7 +50,7 @@ def settled(recipe, per_node=8, per_replica=8, tensor=1):
     """Allowed sizes, and the batch, on nodes of that many ranks."""
     found = read_policy(recipe)
     ranks = {"ranks_per_node": per_node, "replica_size": per_replica}
-    found = replace(found, scales=found.scales.feasible_on(**ranks, tensor_degree=tensor))
+    found = replace(found, scales=found.scales.feasible_on(**ranks, ranks_per_share=tensor))
     policy = found.in_replicas(**ranks, data_ranks_per_replica=per_replica // tensor)
     batch = found.scales.batch(**ranks)
     return batch.feasible_sizes(policy, per_replica // tensor), batch
@@ -72,7 +72,7 @@ def test_nodes_become_replicas():
     assert sizes == (4, 6, 8)
     assert [batch.split(size, 4).micro_batch_size for size in sizes] == [8, 4, 4]
     assert settled(RECIPE, per_replica=16)[0] == (1, 2)
-    [dropped] = read_scales(RECIPE).feasible_on(ranks_per_node=8, replica_size=16, tensor_degree=1).dropped
+    [dropped] = read_scales(RECIPE).feasible_on(ranks_per_node=8, replica_size=16, ranks_per_share=1).dropped
     assert "3 nodes are left out: scale_config of 3 nodes of 8 ranks is no whole number of replicas" in dropped
     with pytest.raises(ConfigError, match=r"no number of nodes that can be trained as it says\. 3 nodes are left out"):
         settled(RECIPE | {"scale_config": {3: arguments(train_batch_size=128)}}, per_replica=16)
@@ -117,7 +117,7 @@ def test_uneven_scales_that_leave_the_micro_batch_out():
 def test_scales_that_other_ranks_cannot_train_are_dropped_and_said():
     sizes, _ = settled(as_rendered(), per_node=4, per_replica=4)
     assert sizes == (1, 2, 4)
-    dropped = read_scales(as_rendered()).feasible_on(ranks_per_node=4, replica_size=4, tensor_degree=1).dropped
+    dropped = read_scales(as_rendered()).feasible_on(ranks_per_node=4, replica_size=4, ranks_per_share=1).dropped
     assert [text[:22] for text in dropped] == ["3 nodes are left out: ", "6 nodes are left out: "]
     assert "gives 16 ranks the small batch, but there are 12" in dropped[0]
     recipe = as_rendered()
@@ -230,7 +230,7 @@ def test_what_cannot_be_honoured(recipe, error, words):
 def test_shares_that_are_not_ours(wrong):
     recipe = changed(3, uneven_batch=UNEVEN | wrong)
     assert settled(recipe)[0] == (2, 4)
-    [why] = read_scales(recipe).feasible_on(ranks_per_node=8, replica_size=8, tensor_degree=1).dropped
+    [why] = read_scales(recipe).feasible_on(ranks_per_node=8, replica_size=8, ranks_per_share=1).dropped
     assert "it is shared out as 16 x 5 + 8 x 6" in why
 
 

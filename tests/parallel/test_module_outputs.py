@@ -1,6 +1,7 @@
 """Forwards that return objects of any class, or nothing: the result of one process, or refused in the first step."""
 
-from types import SimpleNamespace
+from collections import UserDict, deque
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from device import DEVICE
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError
-from hyperpod_plugins.parallel.module_outputs import hidden_tensors
+from hyperpod_plugins.parallel.module_outputs import _registering, hidden_tensors
 
 WIDTH, NUM_STEPS = 4, 3
 
@@ -72,6 +73,28 @@ def train(model, share):
     return torch.stack(losses)
 
 
+def step_within_backward(model):
+    """Have SGD step on each parameter as soon as backward has its gradient."""
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+
+        def step(parameter, optimizer=optimizer):
+            optimizer.step()
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def train_within_backward(model, share):
+    step_within_backward(model)
+    losses = []
+    for batch in batches():
+        loss = loss_of(model, batch[share])
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def train_all():
     from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
 
@@ -88,6 +111,12 @@ def train_all():
                 continue
             dist.all_reduce(losses)
             results[kind, degree] = losses / 2
+    config = ParallelConfig(hybrid_shard_degree=2)
+    losses = train_within_backward(
+        parallelize(Net("of the root"), build_mesh(config.topology(2), DEVICE), config), share
+    )
+    dist.all_reduce(losses)
+    results["of the root", "within backward"] = losses / 2
     return results
 
 
@@ -102,9 +131,33 @@ def test_outputs_that_torch_does_not_look_into(run_ranks):
 
 
 def test_tensors_in_objects():
-    tensors = [torch.ones(1, requires_grad=True) for _ in range(4)]
+    leaf = torch.ones(1, requires_grad=True)
+    tensors = [2 * leaf for _ in range(9)]
     slotted = Slotted(tensors[1])
     holder = SimpleNamespace(first=tensors[0], second=[{"key": slotted}], model=nn.Linear(1, 1), kind=Slotted)
-    holder.itself = holder
-    found = hidden_tensors((tensors[2], [holder], torch.ones(1), "text", None, {"plain": tensors[3]}))
-    assert {id(each) for each in found} == {id(each) for each in tensors[:2]}
+    holder.itself, holder.leaf, holder.texts = holder, leaf, ["text"] * 10_000
+
+    class Strange(dict):
+        def __dir__(self):
+            raise RuntimeError("no dir")
+
+        def __getattr__(self, name):
+            raise RuntimeError(f"no {name}")
+
+    strange = Strange(plain=tensors[7])
+    vars(strange)["loss"] = tensors[4]
+    others = UserDict(loss=tensors[2]), MappingProxyType({"loss": tensors[3]}), {tensors[5]}, deque([tensors[6]])
+    found = hidden_tensors((tensors[8], [holder], torch.ones(1), "text", None, *others, strange))
+    assert {id(each) for each in found} == {id(each) for each in tensors[:7]}
+
+
+def test_an_evaluation_registers_nothing():
+    held = SimpleNamespace(weight=nn.Parameter(torch.ones(1)), loss=torch.ones(1, requires_grad=True) * 2)
+    state = SimpleNamespace(_pre_backward=lambda gradient: gradient)
+    register = _registering(state, lambda output: output)
+    with torch.no_grad():
+        register(held)
+    assert held.loss._backward_hooks is None
+    register(held)
+    assert len(held.loss._backward_hooks) == 1
+    assert held.weight._backward_hooks is None

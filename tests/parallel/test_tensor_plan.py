@@ -368,6 +368,18 @@ def test_parameters_become_dtensors_of_their_style(fake_mesh):
     assert f"{first}input_layernorm.weight" not in placements
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_is_frozen_stays_frozen(fake_mesh, is_split):
+    """Also norms, of heads and of the stream, for which torch's style makes parameters that are trained."""
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    config = two_way(sequence_parallel=is_split)
+    shard_tensors(model, fake_mesh, plan_for(model, config), config)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == wanted
+
+
 def test_tied_weights_stay_one_parameter(fake_mesh):
     model = llama(tie_word_embeddings=True)
     split(model, "auto", fake_mesh)

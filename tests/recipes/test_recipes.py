@@ -62,7 +62,7 @@ def test_the_elastic_block_is_one_that_is_read(path):
     found = read_policy(recipe.elastic_document)
     per_replica = topology.replica_size
     ranks = {"ranks_per_node": recipe.trainer.devices, "replica_size": per_replica}
-    scales = found.scales.feasible_on(**ranks, tensor_degree=topology.tensor_degree)
+    scales = found.scales.feasible_on(**ranks, ranks_per_share=topology.tensor_degree)
     policy = replace(found, scales=scales).in_replicas(**ranks, data_ranks_per_replica=topology.shard_degree)
     sizes = scales.batch(**ranks).feasible_sizes(policy, topology.shard_degree)
     assert set(sizes) <= set(policy.sizes)

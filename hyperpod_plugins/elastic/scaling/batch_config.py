@@ -135,7 +135,8 @@ class BatchConfig:
         policy, given, scales = self.policy, self.batch, self.scales
         if scales is not None:
             node, replica = shape.ranks_per_node, shape.replica_size
-            scales = scales.feasible_on(ranks_per_node=node, replica_size=replica, tensor_degree=shape.tensor_degree)
+            sharing = replica // shape.data_ranks_per_replica
+            scales = scales.feasible_on(ranks_per_node=node, replica_size=replica, ranks_per_share=sharing)
             given = scales.batch(ranks_per_node=node, replica_size=replica)
         deepspeed, is_fixed = None, False
         if isinstance(policy, PolicyBlock):

@@ -416,7 +416,7 @@ class ScaleTable:
             is_even=self.base.is_even,
         )
 
-    def feasible_on(self, *, ranks_per_node: int, replica_size: int, tensor_degree: int) -> "ScaleTable":
+    def feasible_on(self, *, ranks_per_node: int, replica_size: int, ranks_per_share: int) -> "ScaleTable":
         """Return the table with only those numbers of nodes that can be trained with the present ranks.
 
         A number of nodes is dropped if it does not make up whole replicas, or if its `uneven_batch` describes other
@@ -435,7 +435,7 @@ class ScaleTable:
                     ranks_per_node=ranks_per_node,
                     replica_size=replica_size,
                 )
-                _check_shares(row, row.num_nodes * ranks_per_node // tensor_degree)
+                _check_shares(row, row.num_nodes * ranks_per_node // ranks_per_share)
             except ConfigError as error:
                 dropped.append(f"{row.num_nodes} nodes are left out: {error}")
             else:
