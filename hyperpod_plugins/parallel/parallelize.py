@@ -39,6 +39,7 @@ from hyperpod_plugins.parallel.former_parameters import remember_parameters, suc
 from hyperpod_plugins.parallel.host_optimizer import keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
+from hyperpod_plugins.parallel.topology import EXPERT
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
@@ -180,11 +181,17 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
 
 
 def match_degrees(model: nn.Module, config: ParallelConfig) -> None:
-    """Check that the sequences and experts of a model that is sharded already are divided as the configuration says.
+    """Check that a model that is sharded already is divided as the configuration says: sequences, experts, matrices.
 
     Raises:
-        ConfigError: they are not, and cannot be divided any more, or again.
+        ConfigError: it is not, and cannot be divided any more, or again.
     """
+    if (split := tensor_degree_of(model)) not in (1, config.tensor_parallel_degree):
+        raise ConfigError(
+            f"tensor_parallel_degree={config.tensor_parallel_degree}, but matrices of this {type(model).__name__} are "
+            f"split over {split} ranks already, which have to read the same samples. Use tensor_parallel_degree="
+            f"{split}, or give a new model."
+        )
     for name, found, what in (
         ("context_parallel_degree", context_degree_of(model), "sequences cannot be split"),
         ("expert_parallel_degree", expert_degree_of(model), "experts cannot be divided"),
@@ -200,6 +207,17 @@ def match_degrees(model: nn.Module, config: ParallelConfig) -> None:
         else:
             problem = f"was sharded with {name}={found}, and its {what} in another way. Give a new model"
         raise ConfigError(f"{name}={asked}, but this {type(model).__name__} {problem}, or use {name}={found}.")
+
+
+def tensor_degree_of(model: nn.Module) -> int:
+    """Return the number of ranks over which parameters of a model are split beside its FSDP2 meshes; 1 for none."""
+    degrees = {1}
+    for part in model.modules():
+        for group in parameter_groups(part):
+            over: DeviceMesh = group.mesh_info.mesh
+            meshes = {each.sharded_param.device_mesh for each in group.fsdp_params}
+            degrees |= {mesh.size() // over.size() for mesh in meshes if EXPERT not in (mesh.mesh_dim_names or ())}
+    return max(degrees)
 
 
 def match_float8(model: nn.Module, config: ParallelConfig) -> None:

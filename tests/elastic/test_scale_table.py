@@ -7,8 +7,10 @@ import pytest
 
 from hyperpod_plugins.data import ElasticSampler
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy
+from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
 from hyperpod_plugins.elastic.scaling.policy_formats import read_policy, read_scales
 from hyperpod_plugins.errors import ConfigError, UnknownKeyError
+from hyperpod_plugins.parallel import Topology
 
 UNEVEN = {
     "use_uneven_batch": True,
@@ -237,3 +239,27 @@ def test_shares_that_are_not_ours(wrong):
 def test_sizes_that_were_given_otherwise():
     with pytest.raises(ConfigError, match="global_batch_size=32 is given, and the recipe says 128"):
         read_scales(RECIPE).fill(32, 0)
+
+
+@pytest.mark.parametrize(("num_small", "small", "is_right"), [(2, 2, True), (6, 1, False)])
+def test_ranks_of_a_context_share_what_a_recipe_gives_one_rank(num_small, small, is_right):
+    """Of eight ranks, each two read the same samples: ten of them are two for two pairs, and three for the others."""
+    uneven = {
+        "use_uneven_batch": True,
+        "num_dp_groups_with_small_batch_size": num_small,
+        "small_local_batch_size": small,
+        "large_local_batch_size": small + 1,
+    }
+    recipe = {
+        "elastic_policy": {"is_elastic": True, "min_nodes": 1, "max_nodes": 4},
+        "training_config": {"train_batch_size": 10, "micro_train_batch_size": 4},
+        "scale_config": {"2": {"train_batch_size": 10, "uneven_batch": uneven}},
+    }
+    topology = Topology(world_size=8, shard_degree=4, context_degree=2, ranks_per_node=4)
+    sizes = {"global_batch_size": 0, "samples_per_replica": 0, "micro_batch_size": 0}
+    given = BatchConfig.of(recipe, {}, **sizes, reproducible=False)
+    if is_right:
+        assert given.resolve(topology).policy.sizes == (2,)
+    else:
+        with pytest.raises(ConfigError, match="but there are 4 data-parallel ranks"):
+            given.resolve(topology)

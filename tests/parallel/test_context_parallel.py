@@ -22,6 +22,7 @@ from hyperpod_plugins.parallel import ParallelConfig, SequenceContext, Topology,
 from hyperpod_plugins.parallel.context_attention import SequenceLayout
 from hyperpod_plugins.parallel.context_parallel import split_contexts
 from hyperpod_plugins.parallel.parallelize import match_degrees, save_activation_memory
+from hyperpod_plugins.parallel.sequence_context import ContextDegrees
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY = 61
@@ -693,6 +694,30 @@ def test_ways_to_communicate_that_a_model_does_not_have(monkeypatch):
 
     with pytest.raises(ConfigError, match=words):
         run_threads(monkeypatch, 2, change)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_ring_computes_in_float32_under_autocast_as_well(monkeypatch, dtype):
+    torch.manual_seed(0)
+    inputs = [4 * torch.randn(1, 2, 16, 8).to(dtype) for _ in range(3)]
+    layout = SequenceLayout.of(16, 2, exchanges_heads=False)
+
+    def run(rank, group, is_autocast):
+        own = [layout.part(each, rank, dim=2).requires_grad_() for each in inputs]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            found = ring_attention.attend_in_ring(*own, None, layout, group)
+        found.float().square().sum().backward()
+        return [found.detach(), *(each.grad for each in own)]
+
+    plain, cast = (run_threads(monkeypatch, 2, lambda rank, group, on=on: run(rank, group, on)) for on in (False, True))
+    for one, other in zip(plain, cast, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_heads_that_tensor_peers_each_have_as_a_whole_are_not_exchanged():
+    degrees = ContextDegrees(shard_degree=2, tensor_degree=2, context_degree=2)
+    assert degrees.way_of(4, 1) == degrees.way_of(5, 5) == degrees.way_of(6, 6) == "all_gather"
+    assert degrees.way_of(8, 4) == "a2a"
 
 
 def test_a_forward_that_makes_no_mask(monkeypatch):

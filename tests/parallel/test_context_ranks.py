@@ -131,9 +131,13 @@ def refused_when_sharded_already():
     whole, split = ParallelConfig(), ParallelConfig(context_parallel_degree=2)
     mesh = build_mesh(split.topology(dist.get_world_size()), DEVICE)
     errors = []
+    by_tensors = ParallelConfig(tensor_parallel_degree=2)
+    over_tensors = build_mesh(by_tensors.topology(dist.get_world_size()), DEVICE)
+    parallelize(parallelize(make_model(), over_tensors, by_tensors), over_tensors, by_tensors)  # as it is
     for model, config in (
         (parallelize(make_model(), mesh, split), whole),
         (fully_shard(make_model(), mesh=mesh["shard"]), split),
+        (parallelize(make_model(), over_tensors, by_tensors), whole),
     ):
         try:
             parallelize(model, mesh, config)
@@ -162,6 +166,9 @@ def test_steps_on_four_ranks_equal_one_process(run_ranks):
         refused = result.pop("refused")
         assert "was sharded with context_parallel_degree=2" in refused[0]
         assert "was sharded already, by the program" in refused[1]
+        assert (
+            "tensor_parallel_degree=1, but matrices of this FSDPLlamaForCausalLM are split over 2 ranks" in refused[2]
+        )
     in_bfloat16 = results[0].pop("bf16")
     for case, found in results[0].items():
         assert_close(found, alone[case[0]], case)
