@@ -203,7 +203,8 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     def loss_function(self: Any) -> Callable[..., Tensor]:
         return partial(_loss_of, kind.loss_function.__get__(self), _head_of(self), num_chunks)
 
-    model.__class__ = derived_class(kind, {"forward": forward, "loss_function": property(loss_function)})
+    chunked = property(loss_function, _refuse_other_loss)
+    model.__class__ = derived_class(kind, {"forward": forward, "loss_function": chunked})
     vars(head)[_DEFERS] = False
     of_head = type(head)
 
@@ -211,6 +212,13 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
         return LogitsNotComputed(hidden) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
 
     head.__class__ = derived_class(of_head, {"__call__": call})
+
+
+def _refuse_other_loss(model: nn.Module, _: object) -> NoReturn:
+    raise ConfigError(
+        f"loss_chunks has replaced the loss function of {type(model).__name__}, so it cannot be set any more. Leave "
+        "loss_chunks out for a model with a loss function of its own."
+    )
 
 
 def _loss_of(

@@ -212,6 +212,11 @@ def test_losses_that_are_computed_in_another_way_are_refused():
                 return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             return self.loss_function(self.lm_head(hidden), labels, VOCABULARY)
 
+    model = tiny_llama()
+    chunk_loss(model, 4)
+    with pytest.raises(ConfigError, match="so it cannot be set any more"):
+        model.loss_function = lambda *_, **__: torch.zeros(())
+
     fused = Fused(tiny_llama().config).train()
     fused.loss_type = "ForCausalLM"
     chunk_loss(fused, 4)
