@@ -70,10 +70,16 @@ class SequenceContext:
     """
 
     def __init__(
-        self, layout: SequenceLayout, group: dist.ProcessGroup | None, device: torch.device, *, is_ring: bool = False
+        self,
+        layout: SequenceLayout,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        is_ring: bool = False,
+        heads: tuple[int, int] | None = None,
     ) -> None:
         """Use `SequenceContext.of`."""
-        self._layout, self._group, self._is_ring = layout, group, is_ring
+        self._layout, self._group, self._is_ring, self._heads = layout, group, is_ring, heads
         self._rank = 0 if group is None else group.rank()
         self.positions = layout.positions(self._rank, device)
         """Positions of this rank's tokens in their sequences, `(local length,)`."""
@@ -95,14 +101,15 @@ class SequenceContext:
         degrees: ContextDegrees | None = vars(module).get(DEGREES)
         if degrees is None:
             return cls(SequenceLayout(length=length, degree=1, exchanges_heads=True), None, device)
-        way = degrees.way_of(num_heads, num_key_value_heads or num_heads)
+        heads = num_heads, num_key_value_heads or num_heads
+        way = degrees.way_of(*heads)
         layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=way == "a2a")
         if layout.length != length:
             raise ConfigError(
                 f"sequences of {length} tokens cannot be divided over {degrees.context_degree} ranks of a context "
                 f"group. Pad them to {layout.length}."
             )
-        return cls(layout, degrees.group, device, is_ring=way == "p2p")
+        return cls(layout, degrees.group, device, is_ring=way == "p2p", heads=heads)
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a tensor whose dimension `dim` is the sequence.
@@ -140,7 +147,12 @@ class SequenceContext:
 
         Returns:
             `(batch, heads, local length, size)`.
+
+        Raises:
+            ConfigError: tensor peers divide the heads, but not those of keys and values, or the other way round.
         """
+        if self._heads is not None:
+            _check_heads(query, key, *self._heads)
 
         def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return sdpa(query, key, value, mask, dropout_p=dropout_p, scale=scale)
@@ -194,6 +206,16 @@ def comm_type_of(
     if asked == "auto":
         return "a2a" if shares else "all_gather"
     return asked
+
+
+def _check_heads(query: Tensor, key: Tensor, num_heads: int, num_key_value_heads: int) -> None:
+    found = query.shape[1], key.shape[1]
+    if found[0] * num_key_value_heads != found[1] * num_heads:
+        raise ConfigError(
+            f"attention of {num_heads} heads and {num_key_value_heads} heads of keys and values has {found[0]} and "
+            f"{found[1]} of them on this rank. Give SequenceContext.of the numbers of the whole model, and a tensor_plan "
+            "that splits queries, keys and values alike: gradients of what only one of them splits would be wrong."
+        )
 
 
 def refuse_dropout(dropout_p: float) -> None:

@@ -714,6 +714,17 @@ def test_a_ring_computes_in_float32_under_autocast_as_well(monkeypatch, dtype):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+def test_queries_that_are_split_without_their_keys_are_refused(monkeypatch):
+    """As by a tensor plan that names only the layer of the queries: each rank would have a part of their gradient."""
+
+    def run(rank, group):
+        own = split(Own(4, 1, 0), 2)
+        context = SequenceContext.of(own, length=8, num_heads=4, num_key_value_heads=1)
+        context.attention(torch.ones(1, 2, 4, 4), torch.ones(1, 1, 4, 4), torch.ones(1, 1, 4, 4))
+
+    refuse(monkeypatch, 2, run, r"attention of 4 heads and 1 heads of keys and values has 2 and 1 of them")
+
+
 def test_heads_that_tensor_peers_each_have_as_a_whole_are_not_exchanged():
     degrees = ContextDegrees(shard_degree=2, tensor_degree=2, context_degree=2)
     assert degrees.way_of(4, 1) == degrees.way_of(5, 5) == degrees.way_of(6, 6) == "all_gather"
