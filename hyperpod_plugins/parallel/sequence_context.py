@@ -213,8 +213,8 @@ def _check_heads(query: Tensor, key: Tensor, num_heads: int, num_key_value_heads
     if found[0] * num_key_value_heads != found[1] * num_heads:
         raise ConfigError(
             f"attention of {num_heads} heads and {num_key_value_heads} heads of keys and values has {found[0]} and "
-            f"{found[1]} of them on this rank. Give SequenceContext.of the numbers of the whole model, and a tensor_plan "
-            "that splits queries, keys and values alike: gradients of what only one of them splits would be wrong."
+            f"{found[1]} of them on this rank. Give SequenceContext.of the numbers of the whole model, and have a "
+            "tensor_plan split queries, keys and values alike: otherwise gradients would be wrong."
         )
 
 
