@@ -46,6 +46,8 @@ _STYLES = "transformers.distributed."
 _MESHES = "_mesh_manager"
 _MARKS = (_MESHES, "_device_mesh", "_is_distributed_loading_by_transformers", "_tp_size", "_fsdp_size")
 """Attributes of a model that transformers has sharded; their classes have defaults."""
+_AXES = {"dp_replicate", "fsdp", "tp", "efsdp", "ep"}
+"""Axes of transformers' meshes. None is called as one of ours."""
 
 
 def sharded_at_load(model: nn.Module) -> list[nn.Module]:
@@ -54,8 +56,15 @@ def sharded_at_load(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded_by_program(model: nn.Module) -> bool:
-    """Whether a module has FSDP2 units that are to stay as they are: of the program, or of an earlier call."""
-    return any(isinstance(part, FSDPModule) for part in model.modules()) and not sharded_at_load(model)
+    """Whether a module has FSDP2 units that are to stay as they are: of the program, or of an earlier call.
+
+    Raises:
+        ConfigError: it has a part of a model that transformers has sharded, without the model itself.
+    """
+    if sharded_at_load(model):
+        return False
+    _refuse_part(model)
+    return any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 def release_shards(model: nn.Module) -> "AdoptedShards | None":
@@ -259,6 +268,34 @@ def _restore_experts(module: Any) -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _refuse_part(model: nn.Module) -> None:
+    """Refuse part of a model that transformers has sharded: its meshes, and half of its marks, lie on the whole."""
+    is_configured = any(_is_configured(part) for part in model.modules())
+    for name, module in model.named_modules():
+        own = vars(module)
+        axes = _axes_of(module) & _AXES
+        is_split = _is_of_style(own.get("forward")) or (own.get("_is_hooked") is True and (axes or "forward" in own))
+        if is_split or (is_configured and axes):
+            raise ConfigError(
+                f"{name or 'the module'} of {type(model).__name__} is part of a model that transformers has sharded "
+                "while it loaded it, and cannot be sharded anew without the rest. Give the whole model, or load this "
+                "part by itself, as by AutoModel.from_pretrained, with or without distributed_config."
+            )
+
+
+def _is_configured(module: Any) -> bool:
+    """Whether the configuration of a module says that transformers has sharded the model that it is of."""
+    variables: dict[str, Any] = getattr(vars(module).get("config"), "__dict__", {})
+    return variables.get("distributed_config") is not None
+
+
+def _axes_of(module: nn.Module) -> set[str]:
+    """Names of the axes of the meshes over which a module's own parameters, or those of its units, are split."""
+    meshes = [each.device_mesh for each in module.parameters(recurse=False) if isinstance(each, DTensor)]
+    meshes += [group.mesh_info.mesh for group in parameter_groups(module)]
+    return {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
 def _refuse_foreign_shards(model: nn.Module) -> None:

@@ -250,11 +250,32 @@ def refusals(folder):
     beside.append(load(folder, "llama", {"tp_size": 2}))
     with delayed_init():
         within = load(folder, "llama", {"tp_size": 2})
-    models = {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
+    units = nn.ModuleList([load(folder, "llama", {"fsdp_size": 2}).model])
+    models = {"units": units, "tensors": load(folder, "llama", {"tp_size": 2}).model.layers}
+    models |= {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
     models |= {"older": older, "around": around, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
     return found
+
+
+def with_style(module, style="replicate"):
+    """As transformers leaves a module whose forward it has replaced."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    ALL_PARALLEL_STYLES[style].install_forward(module, None)
+    return module
+
+
+def test_part_of_a_model_that_transformers_has_split_is_not_taken_for_the_programs_own():
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
+
+    with pytest.raises(ConfigError, match=r"^1 of Sequential is part of a model .* Give the whole model"):
+        is_sharded_by_program(nn.Sequential(nn.ReLU(), with_style(nn.Linear(2, 2))))
+    own = nn.Linear(2, 2)
+    own._is_hooked = True
+    assert not is_sharded_by_program(own)
 
 
 WORDS = {
@@ -267,6 +288,8 @@ WORDS = {
     "around": "0 was sharded by the program around or beside LlamaForCausalLM",
     "beside": "0.weight, 0.bias have no values yet",
     "within": "have no values yet",
+    "units": "of ModuleList is part of a model that transformers has sharded",
+    "tensors": "0.self_attn.q_proj of ModuleList is part of a model that transformers has sharded",
 }
 
 
