@@ -234,17 +234,20 @@ def _remove_fsdp(module: nn.Module) -> None:
 
 
 def _restore_forward(module: Any) -> None:
-    """Give a module that transformers splits the forward back that it had."""
+    """Give a module that transformers splits the forward back that it had; see `_fault_of_forward`."""
     own = vars(module)
     if not _is_of_style(own.get("forward")):
         return
-    while _is_of_style(forward := own["forward"]):
-        variables: Any = inspect.getclosurevars(forward).nonlocals
-        original = variables.get("original_forward")
-        own["forward"] = variables["implementation"].experts_forward if original is None else original
-    forward = own["forward"]
-    if inspect.ismethod(forward) and forward.__self__ is module and forward.__func__ is type(module).forward:
+    while _is_of_style(own["forward"]):
+        own["forward"] = _replaced_forward(own["forward"])
+    if own["forward"].__func__ is type(module).forward:
         del own["forward"]
+
+
+def _replaced_forward(forward: Any) -> Any:
+    """The forward that a style has replaced by this one; None if the style has another form."""
+    variables: Any = inspect.getclosurevars(forward).nonlocals
+    return variables.get("original_forward") or getattr(variables.get("implementation"), "experts_forward", None)
 
 
 def _forget_distribution(module: Any) -> None:
@@ -255,7 +258,10 @@ def _forget_distribution(module: Any) -> None:
 
 
 def _is_of_style(forward: object) -> bool:
-    return inspect.isfunction(forward) and forward.__module__.startswith(_STYLES)
+    """Whether a function is transformers' own by its code: `functools.wraps` copies `__module__`."""
+    if not inspect.isfunction(forward) or "__wrapped__" in vars(forward):
+        return False
+    return str(forward.__globals__.get("__name__")).startswith(_STYLES)
 
 
 def _restore_experts(module: Any) -> None:
@@ -353,7 +359,8 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+    has_shards = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+    return has_shards or isinstance(module, FSDPModule) or _is_of_style(vars(module).get("forward"))
 
 
 def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
@@ -365,11 +372,11 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             "forward (session.parallelize, prepare, or return it from configure_model)."
         )
     for name, module in model.named_modules():
-        own = vars(module)
-        if own.get("_is_hooked") and "forward" in own and not _is_of_style(own["forward"]):
+        fault = _fault_of_forward(module)
+        if fault:
             raise ConfigError(
-                f"forward of {name} was replaced after transformers had sharded this {kind}, so that its own one "
-                "cannot be restored. Replace it after this package has sharded the model."
+                f"forward of {name} {fault} after transformers had sharded this {kind}, so that its own one cannot be "
+                "restored. Do that after this package has sharded the model."
             )
     hooked = [
         name
@@ -381,6 +388,18 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             f"gradient hooks of {format_list(hooked)} were registered before this {kind} was sharded anew, which "
             f"replaces parameters. {HOOK_ADVICE}"
         )
+
+
+def _fault_of_forward(module: nn.Module) -> str:
+    """What has been done to a forward that transformers has replaced, if the former one cannot be restored."""
+    own = vars(module)
+    forward: Any = own.get("forward")
+    if not _is_of_style(forward):
+        is_split = own.get("_is_hooked") is True or _axes_of(module) & {"tp", "ep"}
+        return "was replaced" if is_split and forward is not None else ""
+    while _is_of_style(forward):
+        forward = _replaced_forward(forward)
+    return "" if inspect.ismethod(forward) and forward.__self__ is module else "was replaced or copied"
 
 
 def _own_gradient_hooks(parameter: Any) -> list[Any]:

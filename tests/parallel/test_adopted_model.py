@@ -3,6 +3,9 @@
 With ranks that are lost, and with a replica that joins: `tests/recovery/test_adopted.py`.
 """
 
+import functools
+from types import MethodType, SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,6 +240,9 @@ def refusals(folder):
     wrapped = load(folder, "llama", {"tp_size": 2})
     layer = wrapped.model.layers[0].mlp.up_proj
     layer.forward = lambda hidden, original=layer.forward: 2 * original(hidden)
+    wrapped_alike = load(folder, "llama", {"tp_size": 2})
+    layer = wrapped_alike.model.layers[0].mlp.up_proj
+    layer.forward = functools.wraps(layer.forward)(lambda hidden, original=layer.forward: 2 * original(hidden))
     hooked = load(folder, "llama", {"tp_size": 2})
     hooked.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
     foreign = make("llama")
@@ -252,7 +258,8 @@ def refusals(folder):
         within = load(folder, "llama", {"tp_size": 2})
     units = nn.ModuleList([load(folder, "llama", {"fsdp_size": 2}).model])
     models = {"units": units, "tensors": load(folder, "llama", {"tp_size": 2}).model.layers}
-    models |= {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
+    models |= {"has run": has_run, "trained": trained, "wrapped": wrapped, "wrapped alike": wrapped_alike}
+    models |= {"hooked": hooked, "foreign": foreign}
     models |= {"older": older, "around": around, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
@@ -278,10 +285,63 @@ def test_part_of_a_model_that_transformers_has_split_is_not_taken_for_the_progra
     assert not is_sharded_by_program(own)
 
 
+def as_loaded(*modules):
+    """A model of which transformers has split the given modules, without ranks."""
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    class Meshes(TransformersDeviceMesh):
+        def get_mesh(self, dims):
+            return SimpleNamespace(size=lambda: 1)
+
+    model = nn.Sequential(*modules)
+    empty = SimpleNamespace(ndim=0, get_group=None)
+    model._mesh_manager = Meshes(empty, empty)
+    return model
+
+
+WRAPPERS = {
+    "functools.wraps": lambda forward: functools.wraps(forward)(lambda hidden: 2 * forward(hidden)),
+    "no_grad": lambda forward: torch.no_grad()(forward),
+    "autocast": lambda forward: torch.autocast("cpu", dtype=torch.bfloat16)(forward),
+    "compile": lambda forward: torch.compile(forward, backend="eager"),
+    "partial": lambda forward: functools.partial(forward),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("between", [False, True])
+def test_a_wrapped_forward_is_refused_before_anything_is_undone(wrapper, between):
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    first, last = with_style(nn.Linear(2, 2)), with_style(nn.Linear(2, 2))
+    last._is_hooked = True
+    last.forward = WRAPPERS[wrapper](last.forward)
+    if between:
+        with_style(last)
+    model, forwards = as_loaded(first, last), (first.forward, last.forward)
+    with pytest.raises(ConfigError, match=r"^forward of 1 was replaced"):
+        release_shards(model)
+    assert (first.forward, last.forward) == forwards
+
+
+def test_forwards_are_those_of_the_modules_again():
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    twice, own = with_style(with_style(nn.Linear(2, 2))), nn.Linear(2, 2)
+    own.forward = MethodType(lambda self, hidden: self.weight, own)
+    before = own.forward
+    model = as_loaded(twice, with_style(own))
+    release_shards(model)
+    assert "forward" not in vars(twice)
+    assert own.forward == before
+
+
 WORDS = {
     "has run": "has run already",
     "trained": "has run already",
     "wrapped": "forward of model.layers.0.mlp.up_proj was replaced",
+    "wrapped alike": "forward of model.layers.0.mlp.up_proj was replaced",
     "hooked": "gradient hooks of model.embed_tokens.weight",
     "foreign": "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM are sharded already",
     "older": "Use transformers 5.23 or later",
