@@ -36,7 +36,7 @@ from hyperpod_plugins.comm import ResilientProcessGroup, group_health
 from hyperpod_plugins.delayed_init.materialize import allocate, copy_shard_
 from hyperpod_plugins.delayed_init.tape import full_name, own_tensors
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
-from hyperpod_plugins.parallel.adopted_parts import gather_whole
+from hyperpod_plugins.parallel.adopted_parts import gather_whole, has_known_part
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES
 from hyperpod_plugins.parallel.topology import EXPERT_SHARD
 from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
@@ -142,14 +142,15 @@ class AdoptedShards:
             mesh: `("replicate", "shard", "tensor")`, over which it did.
             device: of the model.
             on_host: `id` of each DTensor to allocate in host memory instead.
+
+        Raises:
+            NotBuiltYetError: a part is not of the shape that transformers' layout gives it, on some rank.
         """
         allocate(model, device, on_host)
         if not group_health.suppresses_collectives:
             targets = [(each, name) for name, each in model.named_parameters() if name in self.parameters]
-            are_same = [_cuts(each) == _cuts(self.parameters[name]) for each, name in targets]
-            same = torch.tensor(are_same, dtype=torch.int, device=device)
-            dist.all_reduce(same, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
-            for (target, name), is_same in zip(targets, same.tolist(), strict=True):
+            are_same = self._agree_on_parts(targets, device)
+            for (target, name), is_same in zip(targets, are_same, strict=True):
                 former = self.parameters.pop(name)
                 if is_same:
                     _copy_part(target, former, mesh, device)
@@ -158,12 +159,30 @@ class AdoptedShards:
             assert not self.parameters, f"no parameter has taken the values of {format_list(self.parameters)}"
         self.parameters.clear()
 
+    def _agree_on_parts(self, targets: list[tuple[nn.Parameter, str]], device: torch.device) -> list[bool]:
+        """Whether each parameter has the same part on every rank in both layouts; all ranks refuse an unknown part."""
+        are_same = [_cuts(each) == _cuts(self.parameters[name]) for each, name in targets]
+        num_ranks = dist.get_world_size()
+        firsts = [num_ranks if has_known_part(self.parameters[name]) else dist.get_rank() for _, name in targets]
+        agreed = torch.tensor([are_same, firsts], dtype=torch.int, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
+        are_same, firsts = agreed.tolist()
+        for (_, name), rank in zip(targets, firsts, strict=True):
+            if rank < num_ranks:
+                raise NotBuiltYetError(
+                    f"{name} of shape {tuple(self.parameters[name].shape)} was sharded by transformers in a way that "
+                    f"is not known, or its part on rank {rank} has been replaced: it is of another shape than "
+                    f"{self.parameters[name].placements} gives it. Load the model without distributed_config or "
+                    "tp_plan; this package shards it."
+                )
+        return are_same
+
     def _whole(self, former: DTensor, name: str, device: torch.device) -> Tensor:
         """Return a whole parameter, of which ranks have parts."""
         owner = max((each for each in self._meshes if not each or name.startswith(f"{each}.")), key=len)
         meshes = self._meshes[owner]
         is_of_experts = {"ep", "efsdp"} & {*(former.device_mesh.mesh_dim_names or ())}
-        return gather_whole(name, former, meshes._expert_mesh if is_of_experts else meshes._dense_mesh, device)
+        return gather_whole(former, meshes._expert_mesh if is_of_experts else meshes._dense_mesh, device)
 
 
 def _close_groups(meshes: Iterable[DeviceMesh]) -> None:

@@ -136,6 +136,34 @@ def test_a_packed_parameter_is_divided_group_by_group():
     assert pieces(12, 0, [packed, Cut(axis="fsdp", dim=0, num_ranks=4)], (1, 1)) == [range(5, 6), range(9, 10)]
 
 
+def parts_of_wrong_size(folder):
+    from hyperpod_plugins.errors import NotBuiltYetError
+
+    dist.init_process_group("hyperpod")
+    found = []
+    for options in ({}, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}):
+        for kept in (23, 1):  # of 24 rows; a single one would be repeated
+            model = load(folder, "qwen3", {"tp_size": 2})
+            if dist.get_rank() == 1:
+                weight = model.model.layers[0].mlp.up_proj.weight
+                weight._local_tensor = weight._local_tensor[:kept]
+            try:
+                sharded(model, options)
+                found.append("accepted")
+            except NotBuiltYetError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.spawns
+def test_all_ranks_refuse_a_part_of_the_wrong_size(run_ranks, folder):
+    found = run_ranks(parts_of_wrong_size, folder, world_size=2, timeout_s=120)
+    assert found[0] == found[1]
+    for words in found[0]:
+        assert words.startswith("model.layers.0.mlp.up_proj.weight of shape (48, 32) was sharded by"), words
+        assert "part on rank 1" in words
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
