@@ -274,6 +274,16 @@ def _forget_distribution(module: Any) -> None:
     if own.pop("_is_hooked", False) and isinstance(module, nn.Linear):
         own.pop("config", None)  # a style for multi-head latent attention has put it there
     vars(getattr(module, "config", module)).pop("distributed_config", None)
+    for key in ("_hf_tp_plan", "_hf_device_mesh"):  # PEFT has told itself where to split an adapter
+        own.pop(key, None)
+    if _is_split_by_peft(module):
+        own.update(tp_layer=None, device_mesh=None, input_fns={}, output_fns={})
+
+
+def _is_split_by_peft(module: nn.Module) -> bool:
+    """Whether a module is an adapter of an embedding, whose own forward calls the styles of transformers."""
+    style: object = vars(module).get("tp_layer")
+    return type(module).__module__.startswith("peft.") and type(style).__module__.startswith(_STYLES)
 
 
 def _is_of_style(forward: object) -> bool:
@@ -391,6 +401,12 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             "forward (session.parallelize, prepare, or return it from configure_model)."
         )
     for name, module in model.named_modules():
+        if _is_unit_of_other_class(module):
+            raise ConfigError(
+                f"the class of {name or kind} was changed after transformers had made it a unit of FSDP2, as "
+                f"register_parametrization does, so that this {kind} cannot be made plain again. Load the model "
+                "without distributed_config before you do that; this package shards it."
+            )
         fault = _fault_of_forward(module)
         if fault:
             raise ConfigError(
@@ -407,6 +423,10 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             f"gradient hooks of {format_list(hooked)} were registered before this {kind} was sharded anew, which "
             f"replaces parameters. {HOOK_ADVICE}"
         )
+
+
+def _is_unit_of_other_class(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) and type(module).__mro__[1] is not FSDPModule
 
 
 def _fault_of_forward(module: nn.Module) -> str:

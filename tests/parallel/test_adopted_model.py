@@ -3,6 +3,7 @@
 With ranks that are lost, and with a replica that joins: `tests/recovery/test_adopted.py`.
 """
 
+import copy
 import functools
 from types import MethodType, SimpleNamespace
 
@@ -273,6 +274,8 @@ def refusals(folder):
     layer.forward = functools.wraps(layer.forward)(lambda hidden, original=layer.forward: 2 * original(hidden))
     hooked = load(folder, "llama", {"tp_size": 2})
     hooked.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    parametrized = load(folder, "qwen3", {"fsdp_size": 2})
+    torch.nn.utils.parametrize.register_parametrization(parametrized.lm_head, "weight", nn.Identity())
     foreign = make("llama")
     parallelize_module(foreign.model.layers[0].mlp.up_proj, init_device_mesh(DEVICE, (2,)), ColwiseParallel())
     older = make("llama")
@@ -287,7 +290,7 @@ def refusals(folder):
     units = nn.ModuleList([load(folder, "llama", {"fsdp_size": 2}).model])
     models = {"units": units, "tensors": load(folder, "llama", {"tp_size": 2}).model.layers}
     models |= {"has run": has_run, "trained": trained, "wrapped": wrapped, "wrapped alike": wrapped_alike}
-    models |= {"hooked": hooked, "foreign": foreign}
+    models |= {"hooked": hooked, "foreign": foreign, "parametrized": parametrized}
     models |= {"older": older, "around": around, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
@@ -365,12 +368,54 @@ def test_forwards_are_those_of_the_modules_again():
     assert own.forward == before
 
 
+def test_a_deep_copy_is_refused_as_its_forwards_are_those_of_the_original():
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    with pytest.raises(ConfigError, match=r"^forward of 0 was replaced or copied"):
+        release_shards(as_loaded(copy.deepcopy(with_style(nn.Linear(2, 2)))))
+
+
+def adapt_embeddings(folder):
+    from peft import LoraConfig, get_peft_model
+
+    dist.init_process_group("hyperpod")
+    found = []
+    for degrees in ({"tp_size": 2}, None):
+        torch.manual_seed(0)
+        targets = ["embed_tokens", "q_proj", "down_proj"]
+        adapter = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        model = get_peft_model(load(folder, "qwen3", degrees), adapter)
+        with torch.no_grad():  # PEFT draws others for a part
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.fill_(0.02)
+        model = sharded(model, {})
+        left = [name for module in model.modules() for name in vars(module) if name.startswith("_hf_")]
+        tokens = torch.arange(24, device=DEVICE).view(2, 12)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        found.append((left, bits(loss.detach()), bits(gradients)))
+    return found
+
+
+@pytest.mark.spawns
+def test_adapters_of_split_embeddings_are_plain_again(run_ranks, folder):
+    pytest.importorskip("peft")
+    adopted, plain = run_ranks(adapt_embeddings, folder, world_size=2, timeout_s=120)[0]
+    assert adopted == plain
+    assert any("lora_embedding_A" in name for name in plain[2])
+    assert plain[0] == []
+
+
 WORDS = {
     "has run": "has run already",
     "trained": "has run already",
     "wrapped": "forward of model.layers.0.mlp.up_proj was replaced",
     "wrapped alike": "forward of model.layers.0.mlp.up_proj was replaced",
     "hooked": "gradient hooks of model.embed_tokens.weight",
+    "parametrized": "the class of lm_head was changed",
     "foreign": "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM are sharded already",
     "older": "Use transformers 5.23 or later",
     "around": "0 was sharded by the program around or beside LlamaForCausalLM",
