@@ -52,7 +52,12 @@ _AXES = {"dp_replicate", "fsdp", "tp", "efsdp", "ep"}
 
 def sharded_at_load(model: nn.Module) -> list[nn.Module]:
     """Return the models of transformers in a module that transformers has sharded, and that we have not adopted."""
-    return [part for part in model.modules() if vars(part).get(_MESHES) is not None]
+    return [part for part in model.modules() if _is_of_transformers(vars(part).get(_MESHES))]
+
+
+def _is_of_transformers(value: object) -> bool:
+    """Whether a value is of a class of transformers' package for sharding; a program's own may have its name."""
+    return any(kind.__module__.startswith(_STYLES) for kind in type(value).__mro__)
 
 
 def is_sharded_by_program(model: nn.Module) -> bool:
@@ -282,8 +287,7 @@ def _forget_distribution(module: Any) -> None:
 
 def _is_split_by_peft(module: nn.Module) -> bool:
     """Whether a module is an adapter of an embedding, whose own forward calls the styles of transformers."""
-    style: object = vars(module).get("tp_layer")
-    return type(module).__module__.startswith("peft.") and type(style).__module__.startswith(_STYLES)
+    return type(module).__module__.startswith("peft.") and _is_of_transformers(vars(module).get("tp_layer"))
 
 
 def _is_of_style(forward: object) -> bool:
@@ -339,7 +343,8 @@ def _refuse_foreign_shards(model: nn.Module) -> None:
     Earlier releases of transformers kept their shards as plain tensors, of a smaller shape.
     """
     for part in model.modules():
-        if (vars(part).get("_tp_size") or 1) > 1:
+        size = vars(part).get("_tp_size")
+        if isinstance(size, int) and size > 1:
             raise NotBuiltYetError(
                 f"{type(part).__name__} was sharded by a transformers that keeps no meshes with the model. Use "
                 "transformers 5.23 or later, or load the model without tp_plan; tensor_parallel_degree splits it."

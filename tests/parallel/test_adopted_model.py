@@ -376,6 +376,19 @@ def test_a_deep_copy_is_refused_as_its_forwards_are_those_of_the_original():
         release_shards(as_loaded(copy.deepcopy(with_style(nn.Linear(2, 2)))))
 
 
+@pytest.mark.parametrize("value", ["data", 2.5, object(), True])
+def test_attributes_of_the_program_that_are_called_as_those_of_transformers_count_for_nothing(value):
+    from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards, sharded_at_load
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name in ("_mesh_manager", "_tp_size", "_device_mesh", "tp_layer", "_is_hooked"):
+        setattr(model, name, value)
+        setattr(model[0], name, value)
+    assert sharded_at_load(model) == []
+    assert not is_sharded_by_program(model)
+    assert release_shards(model) is None
+
+
 def adapt_embeddings(folder):
     from peft import LoraConfig, get_peft_model
 
