@@ -36,7 +36,7 @@ from hyperpod_plugins.comm import ResilientProcessGroup, group_health
 from hyperpod_plugins.delayed_init.materialize import allocate, copy_shard_
 from hyperpod_plugins.delayed_init.tape import full_name, own_tensors
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
-from hyperpod_plugins.parallel.adopted_parts import gather_whole
+from hyperpod_plugins.parallel.adopted_parts import gather_whole, has_known_part
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES
 from hyperpod_plugins.parallel.topology import EXPERT_SHARD
 from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
@@ -46,16 +46,30 @@ _STYLES = "transformers.distributed."
 _MESHES = "_mesh_manager"
 _MARKS = (_MESHES, "_device_mesh", "_is_distributed_loading_by_transformers", "_tp_size", "_fsdp_size")
 """Attributes of a model that transformers has sharded; their classes have defaults."""
+_AXES = {"dp_replicate", "fsdp", "tp", "efsdp", "ep"}
+"""Axes of transformers' meshes. None is called as one of ours."""
 
 
 def sharded_at_load(model: nn.Module) -> list[nn.Module]:
     """Return the models of transformers in a module that transformers has sharded, and that we have not adopted."""
-    return [part for part in model.modules() if vars(part).get(_MESHES) is not None]
+    return [part for part in model.modules() if _is_of_transformers(vars(part).get(_MESHES))]
+
+
+def _is_of_transformers(value: object) -> bool:
+    """Whether a value is of a class of transformers' package for sharding; a program's own may have its name."""
+    return any(kind.__module__.startswith(_STYLES) for kind in type(value).__mro__)
 
 
 def is_sharded_by_program(model: nn.Module) -> bool:
-    """Whether a module has FSDP2 units that are to stay as they are: of the program, or of an earlier call."""
-    return any(isinstance(part, FSDPModule) for part in model.modules()) and not sharded_at_load(model)
+    """Whether a module has FSDP2 units that are to stay as they are: of the program, or of an earlier call.
+
+    Raises:
+        ConfigError: it has a part of a model that transformers has sharded, without the model itself.
+    """
+    if sharded_at_load(model):
+        return False
+    _refuse_part(model)
+    return any(isinstance(part, FSDPModule) for part in model.modules())
 
 
 def release_shards(model: nn.Module) -> "AdoptedShards | None":
@@ -133,14 +147,15 @@ class AdoptedShards:
             mesh: `("replicate", "shard", "tensor")`, over which it did.
             device: of the model.
             on_host: `id` of each DTensor to allocate in host memory instead.
+
+        Raises:
+            NotBuiltYetError: a part is not of the shape that transformers' layout gives it, on some rank.
         """
         allocate(model, device, on_host)
         if not group_health.suppresses_collectives:
             targets = [(each, name) for name, each in model.named_parameters() if name in self.parameters]
-            are_same = [_cuts(each) == _cuts(self.parameters[name]) for each, name in targets]
-            same = torch.tensor(are_same, dtype=torch.int, device=device)
-            dist.all_reduce(same, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
-            for (target, name), is_same in zip(targets, same.tolist(), strict=True):
+            are_same = self._agree_on_parts(targets, device)
+            for (target, name), is_same in zip(targets, are_same, strict=True):
                 former = self.parameters.pop(name)
                 if is_same:
                     _copy_part(target, former, mesh, device)
@@ -149,12 +164,30 @@ class AdoptedShards:
             assert not self.parameters, f"no parameter has taken the values of {format_list(self.parameters)}"
         self.parameters.clear()
 
+    def _agree_on_parts(self, targets: list[tuple[nn.Parameter, str]], device: torch.device) -> list[bool]:
+        """Whether each parameter has the same part on every rank in both layouts; all ranks refuse an unknown part."""
+        are_same = [_cuts(each) == _cuts(self.parameters[name]) for each, name in targets]
+        num_ranks = dist.get_world_size()
+        firsts = [num_ranks if has_known_part(self.parameters[name]) else dist.get_rank() for _, name in targets]
+        agreed = torch.tensor([are_same, firsts], dtype=torch.int, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)  # ranks of one mesh may lie in another order on the other
+        are_same, firsts = agreed.tolist()
+        for (_, name), rank in zip(targets, firsts, strict=True):
+            if rank < num_ranks:
+                raise NotBuiltYetError(
+                    f"{name} of shape {tuple(self.parameters[name].shape)} was sharded by transformers in a way that "
+                    f"is not known, or its part on rank {rank} has been replaced: it is of another shape than "
+                    f"{self.parameters[name].placements} gives it. Load the model without distributed_config or "
+                    "tp_plan; this package shards it."
+                )
+        return are_same
+
     def _whole(self, former: DTensor, name: str, device: torch.device) -> Tensor:
         """Return a whole parameter, of which ranks have parts."""
         owner = max((each for each in self._meshes if not each or name.startswith(f"{each}.")), key=len)
         meshes = self._meshes[owner]
         is_of_experts = {"ep", "efsdp"} & {*(former.device_mesh.mesh_dim_names or ())}
-        return gather_whole(name, former, meshes._expert_mesh if is_of_experts else meshes._dense_mesh, device)
+        return gather_whole(former, meshes._expert_mesh if is_of_experts else meshes._dense_mesh, device)
 
 
 def _close_groups(meshes: Iterable[DeviceMesh]) -> None:
@@ -225,17 +258,20 @@ def _remove_fsdp(module: nn.Module) -> None:
 
 
 def _restore_forward(module: Any) -> None:
-    """Give a module that transformers splits the forward back that it had."""
+    """Give a module that transformers splits the forward back that it had; see `_fault_of_forward`."""
     own = vars(module)
     if not _is_of_style(own.get("forward")):
         return
-    while _is_of_style(forward := own["forward"]):
-        variables: Any = inspect.getclosurevars(forward).nonlocals
-        original = variables.get("original_forward")
-        own["forward"] = variables["implementation"].experts_forward if original is None else original
-    forward = own["forward"]
-    if inspect.ismethod(forward) and forward.__self__ is module and forward.__func__ is type(module).forward:
+    while _is_of_style(own["forward"]):
+        own["forward"] = _replaced_forward(own["forward"])
+    if own["forward"].__func__ is type(module).forward:
         del own["forward"]
+
+
+def _replaced_forward(forward: Any) -> Any:
+    """The forward that a style has replaced by this one; None if the style has another form."""
+    variables: Any = inspect.getclosurevars(forward).nonlocals
+    return variables.get("original_forward") or getattr(variables.get("implementation"), "experts_forward", None)
 
 
 def _forget_distribution(module: Any) -> None:
@@ -243,10 +279,22 @@ def _forget_distribution(module: Any) -> None:
     if own.pop("_is_hooked", False) and isinstance(module, nn.Linear):
         own.pop("config", None)  # a style for multi-head latent attention has put it there
     vars(getattr(module, "config", module)).pop("distributed_config", None)
+    for key in ("_hf_tp_plan", "_hf_device_mesh"):  # PEFT has told itself where to split an adapter
+        own.pop(key, None)
+    if _is_split_by_peft(module):
+        own.update(tp_layer=None, device_mesh=None, input_fns={}, output_fns={})
+
+
+def _is_split_by_peft(module: nn.Module) -> bool:
+    """Whether a module is an adapter of an embedding, whose own forward calls the styles of transformers."""
+    return type(module).__module__.startswith("peft.") and _is_of_transformers(vars(module).get("tp_layer"))
 
 
 def _is_of_style(forward: object) -> bool:
-    return inspect.isfunction(forward) and forward.__module__.startswith(_STYLES)
+    """Whether a function is transformers' own by its code: `functools.wraps` copies `__module__`."""
+    if not inspect.isfunction(forward) or "__wrapped__" in vars(forward):
+        return False
+    return str(forward.__globals__.get("__name__")).startswith(_STYLES)
 
 
 def _restore_experts(module: Any) -> None:
@@ -261,13 +309,42 @@ def _restore_experts(module: Any) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+def _refuse_part(model: nn.Module) -> None:
+    """Refuse part of a model that transformers has sharded: its meshes, and half of its marks, lie on the whole."""
+    is_configured = any(_is_configured(part) for part in model.modules())
+    for name, module in model.named_modules():
+        own = vars(module)
+        axes = _axes_of(module) & _AXES
+        is_split = _is_of_style(own.get("forward")) or (own.get("_is_hooked") is True and (axes or "forward" in own))
+        if is_split or (is_configured and axes):
+            raise ConfigError(
+                f"{name or 'the module'} of {type(model).__name__} is part of a model that transformers has sharded "
+                "while it loaded it, and cannot be sharded anew without the rest. Give the whole model, or load this "
+                "part by itself, as by AutoModel.from_pretrained, with or without distributed_config."
+            )
+
+
+def _is_configured(module: Any) -> bool:
+    """Whether the configuration of a module says that transformers has sharded the model that it is of."""
+    variables: dict[str, Any] = getattr(vars(module).get("config"), "__dict__", {})
+    return variables.get("distributed_config") is not None
+
+
+def _axes_of(module: nn.Module) -> set[str]:
+    """Names of the axes of the meshes over which a module's own parameters, or those of its units, are split."""
+    meshes = [each.device_mesh for each in module.parameters(recurse=False) if isinstance(each, DTensor)]
+    meshes += [group.mesh_info.mesh for group in parameter_groups(module)]
+    return {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
+
+
 def _refuse_foreign_shards(model: nn.Module) -> None:
     """Refuse shards that neither FSDP2 nor the transformers that we know has made: we do not know their meshes.
 
     Earlier releases of transformers kept their shards as plain tensors, of a smaller shape.
     """
     for part in model.modules():
-        if (vars(part).get("_tp_size") or 1) > 1:
+        size = vars(part).get("_tp_size")
+        if isinstance(size, int) and size > 1:
             raise NotBuiltYetError(
                 f"{type(part).__name__} was sharded by a transformers that keeps no meshes with the model. Use "
                 "transformers 5.23 or later, or load the model without tp_plan; tensor_parallel_degree splits it."
@@ -316,7 +393,8 @@ def _refuse_unserved(model: nn.Module, parts: list[nn.Module]) -> None:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+    has_shards = any(isinstance(each, DTensor) for each in module.parameters(recurse=False))
+    return has_shards or isinstance(module, FSDPModule) or _is_of_style(vars(module).get("forward"))
 
 
 def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
@@ -328,11 +406,17 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             "forward (session.parallelize, prepare, or return it from configure_model)."
         )
     for name, module in model.named_modules():
-        own = vars(module)
-        if own.get("_is_hooked") and "forward" in own and not _is_of_style(own["forward"]):
+        if _is_unit_of_other_class(module):
             raise ConfigError(
-                f"forward of {name} was replaced after transformers had sharded this {kind}, so that its own one "
-                "cannot be restored. Replace it after this package has sharded the model."
+                f"the class of {name or kind} was changed after transformers had made it a unit of FSDP2, as "
+                f"register_parametrization does, so that this {kind} cannot be made plain again. Load the model "
+                "without distributed_config before you do that; this package shards it."
+            )
+        fault = _fault_of_forward(module)
+        if fault:
+            raise ConfigError(
+                f"forward of {name} {fault} after transformers had sharded this {kind}, so that its own one cannot be "
+                "restored. Do that after this package has sharded the model."
             )
     hooked = [
         name
@@ -344,6 +428,22 @@ def _refuse_changed(model: nn.Module, inside: set[object], kind: str) -> None:
             f"gradient hooks of {format_list(hooked)} were registered before this {kind} was sharded anew, which "
             f"replaces parameters. {HOOK_ADVICE}"
         )
+
+
+def _is_unit_of_other_class(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) and type(module).__mro__[1] is not FSDPModule
+
+
+def _fault_of_forward(module: nn.Module) -> str:
+    """What has been done to a forward that transformers has replaced, if the former one cannot be restored."""
+    own = vars(module)
+    forward: Any = own.get("forward")
+    if not _is_of_style(forward):
+        is_split = own.get("_is_hooked") is True or _axes_of(module) & {"tp", "ep"}
+        return "was replaced" if is_split and forward is not None else ""
+    while _is_of_style(forward):
+        forward = _replaced_forward(forward)
+    return "" if inspect.ismethod(forward) and forward.__self__ is module else "was replaced or copied"
 
 
 def _own_gradient_hooks(parameter: Any) -> list[Any]:

@@ -96,37 +96,44 @@ def _window(held: Sequence[range], begin: int, end: int) -> list[range]:
     return found
 
 
+def has_known_part(parameter: DTensor) -> bool:
+    """Whether this rank's part of a parameter of transformers has the shape that the layout gives it."""
+    cuts, mesh = cuts_of(parameter), parameter.device_mesh
+    place = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    held = _held(parameter, cuts, [place[cut.axis] for cut in cuts])
+    local = parameter.to_local()
+    return list(local.shape) == _shape(held) or (not local.numel() and not all(_shape(held)))
+
+
 @torch.no_grad()
-def gather_whole(name: str, parameter: DTensor, root: DeviceMesh, device: torch.device) -> Tensor:
+def gather_whole(parameter: DTensor, root: DeviceMesh, device: torch.device) -> Tensor:
     """Return a whole parameter of transformers; the first rank that holds a part sends it to all ranks.
 
     Args:
-        name: of the parameter, for messages.
-        parameter: this rank's part.
+        parameter: this rank's part; see `has_known_part`.
         root: transformers' mesh of all ranks that has the axes of the parameter's.
         device: of the result, on which the default process group communicates.
-
-    Raises:
-        NotBuiltYetError: the part is not of the size that the layout gives it.
     """
     cuts, local = cuts_of(parameter), parameter.to_local()
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     for indices in product(*(range(cut.num_ranks) for cut in cuts)):
         place = dict(zip((cut.axis for cut in cuts), indices, strict=True))
         source = int(root.mesh[tuple(place.get(axis, 0) for axis in root.mesh_dim_names or ())])
-        held = [pieces(size, dim, cuts, indices) for dim, size in enumerate(parameter.shape)]
-        shape = [sum(map(len, each)) for each in held]
-        if source == dist.get_rank() and list(local.shape) != shape:
-            raise NotBuiltYetError(
-                f"{name} was sharded by transformers in a way that is not known: rank {source} has a part of shape "
-                f"{tuple(local.shape)} instead of {tuple(shape)}. Load the model without distributed_config or "
-                "tp_plan; this package shards it."
-            )
-        part = local.to(device).contiguous() if source == dist.get_rank() else whole.new_empty(shape)
+        held = _held(parameter, cuts, indices)
+        part = local.to(device).contiguous() if source == dist.get_rank() else whole.new_empty(_shape(held))
         if part.numel():
             dist.broadcast(part, src=source)
         _put(whole, part, held)
     return whole
+
+
+def _held(parameter: DTensor, cuts: Sequence[Cut], indices: Sequence[int]) -> list[list[range]]:
+    """What a rank has of each dimension of a parameter."""
+    return [pieces(size, dim, cuts, indices) for dim, size in enumerate(parameter.shape)]
+
+
+def _shape(held: Sequence[Sequence[range]]) -> list[int]:
+    return [sum(map(len, each)) for each in held]
 
 
 def _put(whole: Tensor, part: Tensor, held: Sequence[Sequence[range]]) -> None:

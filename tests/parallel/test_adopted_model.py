@@ -3,6 +3,10 @@
 With ranks that are lost, and with a replica that joins: `tests/recovery/test_adopted.py`.
 """
 
+import copy
+import functools
+from types import MethodType, SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +137,34 @@ def test_a_packed_parameter_is_divided_group_by_group():
     assert pieces(12, 0, [packed, Cut(axis="fsdp", dim=0, num_ranks=4)], (1, 1)) == [range(5, 6), range(9, 10)]
 
 
+def parts_of_wrong_size(folder):
+    from hyperpod_plugins.errors import NotBuiltYetError
+
+    dist.init_process_group("hyperpod")
+    found = []
+    for options in ({}, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}):
+        for kept in (23, 1):  # of 24 rows; a single one would be repeated
+            model = load(folder, "qwen3", {"tp_size": 2})
+            if dist.get_rank() == 1:
+                weight = model.model.layers[0].mlp.up_proj.weight
+                weight._local_tensor = weight._local_tensor[:kept]
+            try:
+                sharded(model, options)
+                found.append("accepted")
+            except NotBuiltYetError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.spawns
+def test_all_ranks_refuse_a_part_of_the_wrong_size(run_ranks, folder):
+    found = run_ranks(parts_of_wrong_size, folder, world_size=2, timeout_s=120)
+    assert found[0] == found[1]
+    for words in found[0]:
+        assert words.startswith("model.layers.0.mlp.up_proj.weight of shape (48, 32) was sharded by"), words
+        assert "part on rank 1" in words
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -237,8 +269,13 @@ def refusals(folder):
     wrapped = load(folder, "llama", {"tp_size": 2})
     layer = wrapped.model.layers[0].mlp.up_proj
     layer.forward = lambda hidden, original=layer.forward: 2 * original(hidden)
+    wrapped_alike = load(folder, "llama", {"tp_size": 2})
+    layer = wrapped_alike.model.layers[0].mlp.up_proj
+    layer.forward = functools.wraps(layer.forward)(lambda hidden, original=layer.forward: 2 * original(hidden))
     hooked = load(folder, "llama", {"tp_size": 2})
     hooked.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    parametrized = load(folder, "qwen3", {"fsdp_size": 2})
+    torch.nn.utils.parametrize.register_parametrization(parametrized.lm_head, "weight", nn.Identity())
     foreign = make("llama")
     parallelize_module(foreign.model.layers[0].mlp.up_proj, init_device_mesh(DEVICE, (2,)), ColwiseParallel())
     older = make("llama")
@@ -250,23 +287,155 @@ def refusals(folder):
     beside.append(load(folder, "llama", {"tp_size": 2}))
     with delayed_init():
         within = load(folder, "llama", {"tp_size": 2})
-    models = {"has run": has_run, "trained": trained, "wrapped": wrapped, "hooked": hooked, "foreign": foreign}
+    units = nn.ModuleList([load(folder, "llama", {"fsdp_size": 2}).model])
+    models = {"units": units, "tensors": load(folder, "llama", {"tp_size": 2}).model.layers}
+    models |= {"has run": has_run, "trained": trained, "wrapped": wrapped, "wrapped alike": wrapped_alike}
+    models |= {"hooked": hooked, "foreign": foreign, "parametrized": parametrized}
     models |= {"older": older, "around": around, "beside": beside, "within": within}
     for name, model in models.items():
         found[name] = refused(model)
     return found
 
 
+def with_style(module, style="replicate"):
+    """As transformers leaves a module whose forward it has replaced."""
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    ALL_PARALLEL_STYLES[style].install_forward(module, None)
+    return module
+
+
+def test_part_of_a_model_that_transformers_has_split_is_not_taken_for_the_programs_own():
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
+
+    with pytest.raises(ConfigError, match=r"^1 of Sequential is part of a model .* Give the whole model"):
+        is_sharded_by_program(nn.Sequential(nn.ReLU(), with_style(nn.Linear(2, 2))))
+    own = nn.Linear(2, 2)
+    own._is_hooked = True
+    assert not is_sharded_by_program(own)
+
+
+def as_loaded(*modules):
+    """A model of which transformers has split the given modules, without ranks."""
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    class Meshes(TransformersDeviceMesh):
+        def get_mesh(self, dims):
+            return SimpleNamespace(size=lambda: 1)
+
+    model = nn.Sequential(*modules)
+    empty = SimpleNamespace(ndim=0, get_group=None)
+    model._mesh_manager = Meshes(empty, empty)
+    return model
+
+
+WRAPPERS = {
+    "functools.wraps": lambda forward: functools.wraps(forward)(lambda hidden: 2 * forward(hidden)),
+    "no_grad": lambda forward: torch.no_grad()(forward),
+    "autocast": lambda forward: torch.autocast("cpu", dtype=torch.bfloat16)(forward),
+    "compile": lambda forward: torch.compile(forward, backend="eager"),
+    "partial": lambda forward: functools.partial(forward),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("between", [False, True])
+def test_a_wrapped_forward_is_refused_before_anything_is_undone(wrapper, between):
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    first, last = with_style(nn.Linear(2, 2)), with_style(nn.Linear(2, 2))
+    last._is_hooked = True
+    last.forward = WRAPPERS[wrapper](last.forward)
+    if between:
+        with_style(last)
+    model, forwards = as_loaded(first, last), (first.forward, last.forward)
+    with pytest.raises(ConfigError, match=r"^forward of 1 was replaced"):
+        release_shards(model)
+    assert (first.forward, last.forward) == forwards
+
+
+def test_forwards_are_those_of_the_modules_again():
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    twice, own = with_style(with_style(nn.Linear(2, 2))), nn.Linear(2, 2)
+    own.forward = MethodType(lambda self, hidden: self.weight, own)
+    before = own.forward
+    model = as_loaded(twice, with_style(own))
+    release_shards(model)
+    assert "forward" not in vars(twice)
+    assert own.forward == before
+
+
+def test_a_deep_copy_is_refused_as_its_forwards_are_those_of_the_original():
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel.adopted_model import release_shards
+
+    with pytest.raises(ConfigError, match=r"^forward of 0 was replaced or copied"):
+        release_shards(as_loaded(copy.deepcopy(with_style(nn.Linear(2, 2)))))
+
+
+@pytest.mark.parametrize("value", ["data", 2.5, object(), True])
+def test_attributes_of_the_program_that_are_called_as_those_of_transformers_count_for_nothing(value):
+    from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards, sharded_at_load
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name in ("_mesh_manager", "_tp_size", "_device_mesh", "tp_layer", "_is_hooked"):
+        setattr(model, name, value)
+        setattr(model[0], name, value)
+    assert sharded_at_load(model) == []
+    assert not is_sharded_by_program(model)
+    assert release_shards(model) is None
+
+
+def adapt_embeddings(folder):
+    from peft import LoraConfig, get_peft_model
+
+    dist.init_process_group("hyperpod")
+    found = []
+    for degrees in ({"tp_size": 2}, None):
+        torch.manual_seed(0)
+        targets = ["embed_tokens", "q_proj", "down_proj"]
+        adapter = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        model = get_peft_model(load(folder, "qwen3", degrees), adapter)
+        with torch.no_grad():  # PEFT draws others for a part
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.fill_(0.02)
+        model = sharded(model, {})
+        left = [name for module in model.modules() for name in vars(module) if name.startswith("_hf_")]
+        tokens = torch.arange(24, device=DEVICE).view(2, 12)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        found.append((left, bits(loss.detach()), bits(gradients)))
+    return found
+
+
+@pytest.mark.spawns
+def test_adapters_of_split_embeddings_are_plain_again(run_ranks, folder):
+    pytest.importorskip("peft")
+    adopted, plain = run_ranks(adapt_embeddings, folder, world_size=2, timeout_s=120)[0]
+    assert adopted == plain
+    assert any("lora_embedding_A" in name for name in plain[2])
+    assert plain[0] == []
+
+
 WORDS = {
     "has run": "has run already",
     "trained": "has run already",
     "wrapped": "forward of model.layers.0.mlp.up_proj was replaced",
+    "wrapped alike": "forward of model.layers.0.mlp.up_proj was replaced",
     "hooked": "gradient hooks of model.embed_tokens.weight",
+    "parametrized": "the class of lm_head was changed",
     "foreign": "model.layers.0.mlp.up_proj.weight of LlamaForCausalLM are sharded already",
     "older": "Use transformers 5.23 or later",
     "around": "0 was sharded by the program around or beside LlamaForCausalLM",
     "beside": "0.weight, 0.bias have no values yet",
     "within": "have no values yet",
+    "units": "of ModuleList is part of a model that transformers has sharded",
+    "tensors": "0.self_attn.q_proj of ModuleList is part of a model that transformers has sharded",
 }
 
 
