@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.recompute import derived_class
 from hyperpod_plugins.parallel.context_parallel import causal_language_models, tokens_of_sequences
-from hyperpod_plugins.parallel.expert_bias import check_bias, counting_tokens, move_bias_of
+from hyperpod_plugins.parallel.expert_bias import COUNTS_TOKENS, check_bias, counting_tokens, move_bias_of
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
 Method = Literal["none", "aux_loss", "sinkhorn", "bias"]
@@ -307,7 +307,7 @@ def _move_biases(model: nn.Module, routers: Iterable[nn.Module], rate: float) ->
         with counting_tokens(self, tokens_of_sequences()):
             return kind.forward(self, *args, **kwargs)
 
-    model.__class__ = derived_class(kind, {"forward": forward})
+    model.__class__ = derived_class(kind, {"forward": forward, COUNTS_TOKENS: True})
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------

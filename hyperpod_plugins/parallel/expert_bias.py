@@ -10,9 +10,11 @@ This is the balancing of DeepSeek-V3 ("Auxiliary-Loss-Free Load Balancing Strate
 [Note: when biases move] Backward may compute a forward again, and several forwards may precede it, so a bias must stay
 as it is from the first forward of a step to its last backward. It moves right after that: where ranks compare what they
 have run (`reconcile_gradients`), which precedes the vote of a job with recovery, so that a step that is undone takes
-the moves and the numbers of tokens with it; they are in buffers. Between two steps the numbers are zero and the biases
-equal on all ranks: a checkpoint needs the biases alone. A model without FSDP2 has its biases moved right after its
-optimizer has stepped.
+the moves and the numbers of tokens with it; they are in buffers. Other parts of the program's model may be stepped in
+between, such as the discriminator of one root with a language model: so its biases move only if backward has computed a
+gradient of a parameter of its own since they moved, and only for an optimizer that holds one.
+Between two steps the numbers are zero and the biases equal on all ranks: a checkpoint needs the biases alone. A model
+without FSDP2 has its biases moved right after its optimizer has stepped.
 
 [Note: which tokens count] Each choice of each token counts, in forwards of the whole language model in training mode
 with gradients: not in an evaluation, in generation, nor in what backward computes again. Numbers are integers, so the
@@ -47,6 +49,8 @@ _COUNTS = "tokens_per_expert"
 """Name of the buffer of a router for the tokens of this rank in the present step, `(experts,)`; not saved."""
 _RATE = "_hyperpod_bias_rate"
 """Attribute of the class of a router whose bias moves."""
+COUNTS_TOKENS = "_hyperpod_counts_tokens"
+"""Attribute of the class of a language model in whose forwards routers count tokens."""
 _TOKENS = "_hyperpod_counted_tokens"
 """Attribute of a router while the forward of its language model runs: which tokens count, or None for all."""
 
@@ -113,6 +117,17 @@ def move_bias_of(router: nn.Module, rate: float) -> None:
 def routers_with_moving_bias(model: nn.Module) -> list[nn.Module]:
     """Return the routers of a model whose biases move."""
     return [part for part in model.modules() if getattr(part, _RATE, 0.0)]
+
+
+def balanced_parts(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Return the language models within a model, each with its routers whose biases move.
+
+    Routers that are in none of them, as where `model` is a part of one, come with `model`.
+    """
+    found = [(part, routers_with_moving_bias(part)) for part in model.modules() if getattr(part, COUNTS_TOKENS, False)]
+    known = {id(router) for _, routers in found for router in routers}
+    others = [router for router in routers_with_moving_bias(model) if id(router) not in known]
+    return [*found, (model, others)] if others else found
 
 
 def biases_in_float32(model: nn.Module) -> set[int]:

@@ -366,6 +366,57 @@ def test_ranks_move_biases_as_one_process_does(run_ranks):
             assert all(torch.equal(*pair) for pair in zip(found, alone[case[1]], strict=True)), (case, found)
 
 
+class Adversaries(nn.Module):
+    """A language model and a critic of its logits, in one root."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer, self.critic = biased("glm4_moe"), nn.Linear(biased("glm4_moe").config.vocab_size, 2)
+
+    def forward(self, batch=None, x=None):
+        return self.critic(x) if batch is None else self.writer(input_ids=batch).logits
+
+
+def train_in_turns(model, batches):
+    """The biases after each step of each of two optimizers, of which one steps while the other's backward waits."""
+    of_writer, of_critic = sgd(model.writer), sgd(model.critic)
+    found = []
+    for batch in batches:
+        fake = model(batch=batch)
+        model(x=fake.detach()).square().mean().backward()
+        of_critic.step()
+        found.append(biases(model).clone())
+        of_critic.zero_grad()
+        (model(x=fake) - 1).square().mean().backward()
+        of_writer.step()
+        found.append(biases(model).clone())
+        of_writer.zero_grad()
+        of_critic.zero_grad()
+    return found
+
+
+def train_adversaries():
+    dist.init_process_group("hyperpod")
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        config = ParallelConfig.of({"activation_checkpointing": recomputed})
+        model = parallelize(Adversaries(), build_mesh(config.topology(dist.get_world_size()), DEVICE), config)
+        found.append(train_in_turns(model, [BATCH] * 3))
+    return found
+
+
+@pytest.mark.spawns
+def test_biases_wait_for_steps_on_their_own_model(run_ranks):
+    results = run_ranks(train_adversaries, world_size=2, timeout_s=120)
+    torch.manual_seed(0)
+    wanted = train_in_turns(Adversaries(), [BATCH] * 3)
+    assert not wanted[0].any()
+    assert wanted[1].any()
+    for found in (each for result in results for each in result):
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
 # -- through each adapter ---------------------------------------------------------------------------------------------
 
 EXPERTS = {"expert_parallel_degree": 2}
