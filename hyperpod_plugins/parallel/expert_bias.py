@@ -21,7 +21,8 @@ with gradients: not in an evaluation, in generation, nor in what backward comput
 sum does not depend on their order. Ranks of a tensor group count the same tokens, all of them equally often; only the
 signs of differences matter. The filler at the end of sequences, with which context parallelism makes the parts of its
 ranks equal, does not count; nor do samples that a rank of a `Session` computes with weight 0, having none of its own.
-Padding of the program counts, as on one process.
+Padding of the program counts, as on one process. A forward that raises counts nothing, nor does one of a language model
+whose parameters are all frozen, such as a teacher: its biases stay as they are.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -51,8 +52,8 @@ _RATE = "_hyperpod_bias_rate"
 """Attribute of the class of a router whose bias moves."""
 COUNTS_TOKENS = "_hyperpod_counts_tokens"
 """Attribute of the class of a language model in whose forwards routers count tokens."""
-_TOKENS = "_hyperpod_counted_tokens"
-"""Attribute of a router while the forward of its language model runs: which tokens count, or None for all."""
+_FORWARD = "_hyperpod_counting_forward"
+"""Attribute of a router while the forward of its language model runs: the `_Forward`."""
 
 _of_units: "WeakSet[nn.Module]" = WeakSet()
 """Routers whose biases move where the units of a sharded model are compared."""
@@ -143,17 +144,44 @@ def counting_tokens(language_model: nn.Module, counted: Tensor | None) -> Genera
         language_model: with routers whose biases move.
         counted: which tokens count, `(batch x length,)`; None for all.
     """
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
-    routers = [vars(router) for router in routers_with_moving_bias(language_model)]
+    routers = routers_with_moving_bias(language_model)
+    forward = _begin(language_model, routers, counted)
     for router in routers:
-        router[_TOKENS] = counted
-    _have_run[language_model] = None
+        vars(router)[_FORWARD] = forward
     try:
         yield
     finally:
         for router in routers:
-            router.pop(_TOKENS, None)
+            vars(router).pop(_FORWARD, None)
+    _end(language_model, forward)
+
+
+class _Forward:
+    """What routers count in a forward of their language model that has not ended."""
+
+    def __init__(self, counted: Tensor | None, *, is_trained: bool) -> None:
+        self.counted, self.is_trained = counted, is_trained
+        self.found: list[tuple[nn.Module, Tensor]] = []
+        """Routers, each with how many tokens its experts get, in the order of their calls."""
+
+
+@_disable_dynamo
+def _begin(language_model: nn.Module, routers: Sequence[nn.Module], counted: Tensor | None) -> _Forward:
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    return _Forward(counted, is_trained=any(each.requires_grad for each in language_model.parameters()))
+
+
+@_disable_dynamo
+def _end(language_model: nn.Module, forward: _Forward) -> None:
+    """Add what was counted to the numbers of the step."""
+    if not forward.is_trained:
+        return
+    _have_run[language_model] = None
+    with torch.no_grad():
+        for router, found in forward.found:
+            counts: Tensor = getattr(router, _COUNTS)
+            counts += found
 
 
 @contextmanager
@@ -168,20 +196,23 @@ def without_counts() -> Generator[None]:
 
 @_disable_dynamo
 def _count(router: Any, routed: Any) -> None:
-    """Add the tokens of a forward to those of the step; see [Note: which tokens count].
+    """Note the tokens of a router in a forward; see [Note: which tokens count].
 
     Raises:
         ConfigError: a part of the model is called in training, or the router does not route tokens one by one.
     """
     if not router.training or is_in_backward() or _stand_ins:
         return
-    if _TOKENS not in vars(router):
+    running: _Forward | None = vars(router).get(_FORWARD)
+    if running is None:
         if not torch.is_grad_enabled():
             return
         raise ConfigError(
             "a part of a model whose routers are balanced by a bias was called in training. Tokens are counted in "
             "forwards of the whole language model: call that, or balance the model in another way."
         )
+    if not running.is_trained:
+        return
     if not isinstance(routed, tuple) or len(routed) != 3:
         raise ConfigError(
             f"{type(router).__name__} does not return logits, weights and indices of experts, so its tokens cannot be "
@@ -190,7 +221,7 @@ def _count(router: Any, routed: Any) -> None:
     with torch.no_grad(), _disable_current_modes():  # nothing of it is kept where activations are recomputed
         chosen: Tensor = routed[2].detach()
         chosen = chosen.full_tensor() if isinstance(chosen, DTensor) else chosen
-        counted: Tensor | None = vars(router)[_TOKENS]
+        counted = running.counted
         if counted is not None and len(counted) != len(chosen):
             raise ConfigError(
                 f"{type(router).__name__} was given {len(chosen)} tokens, of sequences with {len(counted)}, so it is "
@@ -198,8 +229,7 @@ def _count(router: Any, routed: Any) -> None:
                 "context_parallel_degree."
             )
         chosen = chosen if counted is None else chosen[counted.to(chosen.device)]
-        counts: Tensor = getattr(router, _COUNTS)
-        counts += torch.bincount(chosen.reshape(-1), minlength=len(counts))
+        running.found.append((router, torch.bincount(chosen.reshape(-1), minlength=len(getattr(router, BIAS)))))
 
 
 def leave_to_units(routers: Iterable[nn.Module]) -> None:

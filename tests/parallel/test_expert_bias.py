@@ -188,6 +188,7 @@ def test_a_failed_forward_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         loss_of(model)
     handle.remove()
+    assert not counts(model).any()
     with pytest.raises(ConfigError, match="a part of a model whose routers are balanced by a bias was called"):
         model.model(input_ids=BATCH)
 
@@ -206,6 +207,18 @@ def test_a_copy_has_biases_of_its_own():
     assert found.any()
     assert not biases(model).any()
     assert torch.equal(train(model, [BATCH])[0], found)
+
+
+def test_a_frozen_teacher_keeps_its_biases():
+    model = biased()
+    train(model, [BATCH])
+    teacher, saved = copy.deepcopy(model).requires_grad_(False), biases(model).clone()
+    both = sgd(nn.ModuleList([model, teacher]))
+    (loss_of(model) + loss_of(teacher)).backward()
+    assert not counts(teacher).any()
+    both.step()
+    assert torch.equal(biases(teacher), saved)
+    assert not torch.equal(biases(model), saved)
 
 
 def test_a_z_loss_goes_with_it():
@@ -415,6 +428,38 @@ def test_biases_wait_for_steps_on_their_own_model(run_ranks):
     assert wanted[1].any()
     for found in (each for result in results for each in result):
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+class Distilled(nn.Module):
+    """A language model and a frozen copy of it, in one root."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = biased("glm4_moe")
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, batch):
+        return (self.student(input_ids=batch).logits - 2 * self.teacher(input_ids=batch).logits).square().mean()
+
+
+def train_with_teacher():
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig.of({})
+    model = parallelize(Distilled(), build_mesh(config.topology(dist.get_world_size()), DEVICE), config)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return biases(model.student), biases(model.teacher), counts(model.teacher)
+
+
+@pytest.mark.spawns
+def test_a_frozen_teacher_of_one_root_keeps_its_biases(run_ranks):
+    for of_student, of_teacher, counted in run_ranks(train_with_teacher, world_size=2, timeout_s=120):
+        assert of_student.any()
+        assert not of_teacher.any()
+        assert not counted.any()
 
 
 # -- through each adapter ---------------------------------------------------------------------------------------------
