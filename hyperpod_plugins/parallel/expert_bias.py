@@ -169,7 +169,26 @@ class _Forward:
 def _begin(language_model: nn.Module, routers: Sequence[nn.Module], counted: Tensor | None) -> _Forward:
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-    return _Forward(counted, is_trained=any(each.requires_grad for each in language_model.parameters()))
+    is_trained = any(each.requires_grad for each in language_model.parameters())
+    if is_trained:
+        _refuse_replicas(routers)
+    return _Forward(counted, is_trained=is_trained)
+
+
+def _refuse_replicas(routers: Sequence[nn.Module]) -> None:
+    """Refuse models on several ranks that are not sharded by FSDP2.
+
+    `DistributedDataParallel` replaces buffers by those of rank 0 in forwards, and may not be told from other ways.
+
+    Raises:
+        ConfigError: the model is one.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1 and any(router not in _of_units for router in routers):
+        raise ConfigError(
+            "a model that balance_experts(method='bias') has changed trains on several ranks, but is not sharded by "
+            "this package, so numbers of tokens may be lost, as with DistributedDataParallel. Parallelize it by a "
+            "strategy of this package, with hybrid_shard_degree=1 for replicas, or use another method."
+        )
 
 
 @_disable_dynamo
@@ -274,4 +293,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for model in list(_have_run):
         if any(id(each) in stepped for each in model.parameters()):
             del _have_run[model]
-            move_biases([router for router in routers_with_moving_bias(model) if router not in _of_units])
+            routers = [router for router in routers_with_moving_bias(model) if router not in _of_units]
+            _refuse_replicas(routers)
+            move_biases(routers)

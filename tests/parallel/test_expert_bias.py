@@ -462,6 +462,21 @@ def test_a_frozen_teacher_of_one_root_keeps_its_biases(run_ranks):
         assert not counted.any()
 
 
+def train_replicas():
+    dist.init_process_group("hyperpod")
+    model = biased("glm4_moe")
+    with pytest.raises(ConfigError, match="trains on several ranks, but is not sharded by this package"):
+        loss_of(nn.parallel.DistributedDataParallel(model))
+    assert not counts(model).any()
+    loss_of(model.eval())
+    return True
+
+
+@pytest.mark.spawns
+def test_replicas_of_another_kind_are_refused_in_their_first_forward(run_ranks):
+    assert all(run_ranks(train_replicas, world_size=2, timeout_s=120))
+
+
 # -- through each adapter ---------------------------------------------------------------------------------------------
 
 EXPERTS = {"expert_parallel_degree": 2}
