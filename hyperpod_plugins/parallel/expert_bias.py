@@ -172,7 +172,24 @@ def _begin(language_model: nn.Module, routers: Sequence[nn.Module], counted: Ten
     is_trained = any(each.requires_grad for each in language_model.parameters())
     if is_trained:
         _refuse_replicas(routers)
+        _refuse_other_types(routers)
     return _Forward(counted, is_trained=is_trained)
+
+
+def _refuse_other_types(routers: Sequence[nn.Module]) -> None:
+    """Refuse biases in another type than float32, in which moves would be lost.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    other = next(
+        (each for each in (getattr(router, BIAS) for router in routers) if each.dtype is not torch.float32), None
+    )
+    if other is not None:
+        raise ConfigError(
+            f"the {BIAS} of a router is {other.dtype}, as after load_state_dict(assign=True) with such values. Biases "
+            "that move must be torch.float32: convert the values before, or load without assign=True."
+        )
 
 
 def _refuse_replicas(routers: Sequence[nn.Module]) -> None:
@@ -261,7 +278,7 @@ def move_biases(routers: Sequence[nn.Module]) -> None:
     """Move biases against the tokens of all ranks since the last call. A collective; see [Note: when biases move].
 
     Raises:
-        ConfigError: a backward is running, which may compute with the present biases again.
+        ConfigError: a backward is running, which may compute with the present biases again; a bias is not float32.
     """
     if not routers:
         return
@@ -270,6 +287,7 @@ def move_biases(routers: Sequence[nn.Module]) -> None:
             "an optimizer steps within backward, which may compute routers again, so their biases cannot move there. "
             "Step it after backward, or use another method of balance_experts."
         )
+    _refuse_other_types(routers)
     own: list[Tensor] = [getattr(router, _COUNTS) for router in routers]
     joined = torch.cat(own)
     if dist.is_initialized() and dist.get_world_size() > 1:
