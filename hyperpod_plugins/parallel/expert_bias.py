@@ -171,9 +171,25 @@ def _begin(language_model: nn.Module, routers: Sequence[nn.Module], counted: Ten
         _hooks.append(register_optimizer_step_post_hook(_after_step))
     is_trained = any(each.requires_grad for each in language_model.parameters())
     if is_trained:
+        refuse_peft(language_model)
         _refuse_replicas(routers)
         _refuse_other_types(routers)
     return _Forward(counted, is_trained=is_trained)
+
+
+def refuse_peft(model: nn.Module) -> None:
+    """Refuse models with parts of PEFT: what it saves holds no biases, which would be lost.
+
+    Raises:
+        ConfigError: the model has one.
+    """
+    part = next((part for part in model.modules() if type(part).__module__.startswith("peft.")), None)
+    if part is not None:
+        raise ConfigError(
+            f"balance_experts(method='bias') is not served for a model with parts of PEFT ({type(part).__name__}): "
+            "its save_pretrained saves adapters alone, without the biases that have moved. Use another method, or "
+            "merge the adapters first (merge_and_unload)."
+        )
 
 
 def _refuse_other_types(routers: Sequence[nn.Module]) -> None:

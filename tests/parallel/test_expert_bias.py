@@ -294,6 +294,17 @@ def test_what_cannot_be_balanced_is_refused():
         balance_experts(model, method="bias")
 
 
+def test_adapters_of_peft_are_refused():
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["q_b_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"is not served for a model with parts of PEFT \(PeftModel"):
+        balance_experts(peft.get_peft_model(make_model("deepseek_v3"), options), method="bias")
+    model = peft.get_peft_model(biased(), options)
+    with pytest.raises(ConfigError, match="is not served for a model with parts of PEFT"):
+        loss_of(model)
+    assert not counts(model).any()
+
+
 class StepsInBackward:
     """An optimizer for each parameter, which steps as soon as its gradient is there."""
 
