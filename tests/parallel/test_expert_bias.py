@@ -258,17 +258,17 @@ def test_a_bias_that_was_assigned_in_another_type_is_refused():
     model = biased()
     values = {name: value.bfloat16() if BIAS in name else value for name, value in model.state_dict().items()}
     model.load_state_dict(values, assign=True)
-    with pytest.raises(ConfigError, match="is torch.bfloat16, as after load_state_dict"):
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16, as after load_state_dict"):
         loss_of(model)
     other = biased()
     optimizer = sgd(other)
     loss_of(other).backward()
     values = {name: value.bfloat16() for name, value in other.state_dict().items() if BIAS in name}
     other.load_state_dict(values, assign=True, strict=False)
-    with pytest.raises(ConfigError, match="is torch.bfloat16, as after load_state_dict"):
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16, as after load_state_dict"):
         optimizer.step()
     model.load_state_dict(biased().state_dict())
-    with pytest.raises(ConfigError, match="is torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16"):
         loss_of(model)
     model.load_state_dict(biased().state_dict(), assign=True)
     assert train(model, [BATCH])[0].any()
