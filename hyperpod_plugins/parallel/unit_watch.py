@@ -36,7 +36,7 @@ thousand events, ranks compare only every 256.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -47,7 +47,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import all_max, group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
@@ -100,7 +100,8 @@ def watch_units(model: nn.Module) -> None:
     units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
-            register_optimizer_step_pre_hook(_settle_before_step)
+            handle = register_optimizer_step_pre_hook(_settle_before_step)
+            _global_optimizer_pre_hooks.move_to_end(handle.id, last=False)  # sees the program's closure itself
         follow_parameters(group for _, group in units)
         follow_outputs(model)
         _watches.append(ref(UnitTrace(units, balanced_parts(model))))
@@ -182,7 +183,9 @@ def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int
     return largest if group_health.cause is None else 0
 
 
-def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
+def _settle_before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     reconcile_gradients_of(optimizer)
     stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
@@ -190,6 +193,34 @@ def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
         if watch is not None:
             watch.begin_update(stepped)
             watch.reshard(stepped)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or not any(each.moves_biases_for(stepped) for each in _present_watches()):
+        return None
+    checked = _without_moves(closure, stepped)
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _present_watches() -> list["UnitTrace"]:
+    return [watch for watch in (each() for each in _watches) if watch is not None]
+
+
+def _without_moves(closure: Callable[[], Any], shards: Container[int]) -> Callable[[], Any]:
+    """Return a closure that raises after a backward through a balanced model that was not compared afterwards.
+
+    Biases have moved before the closure, or, in those of adapters, within it.
+    """
+
+    def checked() -> Any:
+        result = closure()
+        if any(watch.has_reduced and watch.moves_biases_for(shards) for watch in _present_watches()):
+            raise ConfigError(
+                "optimizer.step was given a closure that computes gradients of a model which "
+                "balance_experts(method='bias') has changed, so its biases would move one step late. Compute the "
+                "gradients before the step, and call optimizer.step() without a closure. Nothing has been updated."
+            )
+        return result
+
+    return checked
 
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
@@ -330,6 +361,15 @@ class UnitTrace:
         for each in self._balanced:
             each.is_due |= any(used[number] == _USED_NOW for number in each.numbers)
         return largest
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether any unit has reduced gradients since ranks were compared last."""
+        return bool(self._shortened) or any(event % 2 for event in self.trace)
+
+    def moves_biases_for(self, shards: Container[int]) -> bool:
+        """Whether a language model whose biases move has a shard among `shards`, by `id`."""
+        return any(each.holds_any(shards) for each in self._balanced)
 
     @property
     def has_due_biases(self) -> bool:

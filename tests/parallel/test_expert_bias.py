@@ -294,6 +294,7 @@ def test_what_cannot_be_balanced_is_refused():
         balance_experts(model, method="bias")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
 def test_adapters_of_peft_are_refused():
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(r=2, target_modules=["q_b_proj"], task_type="CAUSAL_LM")
@@ -506,6 +507,35 @@ def train_replicas():
 @pytest.mark.spawns
 def test_replicas_of_another_kind_are_refused_in_their_first_forward(run_ranks):
     assert all(run_ranks(train_replicas, world_size=2, timeout_s=120))
+
+
+def step_with_closures():
+    dist.init_process_group("hyperpod")
+    for build in (biased, make_model):
+        model = model_on_ranks({}, build)
+        optimizer, before = sgd(model), [each.to_local().clone() for each in model.parameters()]
+
+        def closure(model=model):
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        if build is make_model:
+            optimizer.step(closure)
+            continue
+        for give in (lambda step: step(closure), lambda step: step(closure=closure)):
+            with pytest.raises(ConfigError, match=r"optimizer\.step was given a closure that computes gradients"):
+                give(optimizer.step)
+        assert all(torch.equal(each.to_local(), old) for each, old in zip(model.parameters(), before, strict=True))
+        loss_of(model).backward()
+        optimizer.step(lambda: None)
+        assert biases(model).any()
+    return True
+
+
+@pytest.mark.spawns
+def test_closures_that_compute_gradients_are_refused_in_loops_of_ones_own(run_ranks):
+    assert all(run_ranks(step_with_closures, world_size=2, timeout_s=120))
 
 
 # -- through each adapter ---------------------------------------------------------------------------------------------
