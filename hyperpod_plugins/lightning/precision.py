@@ -71,6 +71,11 @@ class Float8Precision(Precision):
         )
 
 
+def reconcile_for(model: Any, optimizer: Any) -> None:
+    """Call `reconcile_gradients` for an optimizer that is about to step."""
+    reconcile_gradients(model, optimizers=[optimizer])
+
+
 class HyperPodPrecision(Precision):
     """Precision plugin for `32-true`, `bf16-mixed` and `bf16-true`, with gradient clipping for mixed meshes.
 
@@ -85,7 +90,7 @@ class HyperPodPrecision(Precision):
         """Called when a batch has been fetched, before any hook sees it."""
         self.region: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context of a step of the module, in which layers of Transformer Engine compute in float8."""
-        self.reconcile: Callable[[Any], object] = reconcile_gradients
+        self.reconcile: Callable[[Any, Any], object] = reconcile_for
         """Called when a step's gradients have been computed, to ensure that all ranks ran the same FSDP units."""
         self.norm: Tensor | None = None
         """Norm of the step's gradients if they are clipped by norm, else None."""
@@ -197,7 +202,7 @@ class HyperPodPrecision(Precision):
         """Compute gradients, and ensure that all ranks ran the same units before hooks and clipping see them."""
         result = closure()
         self.norm = None
-        self.reconcile(model)
+        self.reconcile(model, optimizer)
         self._after_closure(model, optimizer)
         return result
 

@@ -59,7 +59,7 @@ from hyperpod_plugins.lightning.module_checks import (
     treat_steps_as_forward,
     warn_of_placement,
 )
-from hyperpod_plugins.lightning.precision import HyperPodPrecision
+from hyperpod_plugins.lightning.precision import HyperPodPrecision, reconcile_for
 from hyperpod_plugins.lightning.preemption import SigtermConsensus
 from hyperpod_plugins.lightning.recovery import NullRecovery, create_recovery
 from hyperpod_plugins.lightning.saving_hooks import FOR_PEERS
@@ -91,7 +91,7 @@ from hyperpod_plugins.parallel.hsdp import (
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure, single_use_closure, step_locally
 from hyperpod_plugins.parallel.parallelize import apply_offload, give_values, match_rank_0
 from hyperpod_plugins.parallel.topology import update_group_members
-from hyperpod_plugins.parallel.unit_watch import reconcile_gradients, watch_units
+from hyperpod_plugins.parallel.unit_watch import watch_units
 from hyperpod_plugins.precision.transformer_engine import float8_region
 from hyperpod_plugins.recovery.local_objects import ProgramState
 from hyperpod_plugins.recovery.protocols import RESHARD
@@ -391,7 +391,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         if isinstance(self.precision_plugin, HyperPodPrecision):
             recovery = self._recovery
             self.precision_plugin.when_fetched = lambda: recovery.fit.seed_batch()
-            self.precision_plugin.reconcile = reconcile_gradients
+            self.precision_plugin.reconcile = reconcile_for
             self.precision_plugin.region = partial(float8_region, module)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         # After a fault, ranks may be at different batches, so with recovery they do not agree on SIGTERM.

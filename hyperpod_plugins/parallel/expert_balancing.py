@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.memory.recompute import derived_class
 from hyperpod_plugins.parallel.context_parallel import causal_language_models, tokens_of_sequences
-from hyperpod_plugins.parallel.expert_bias import check_bias, counting_tokens, move_bias_of
+from hyperpod_plugins.parallel.expert_bias import COUNTS_TOKENS, check_bias, counting_tokens, move_bias_of, refuse_peft
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 
 Method = Literal["none", "aux_loss", "sinkhorn", "bias"]
@@ -87,7 +87,8 @@ def balance_experts(
 
     Raises:
         ConfigError: there is no such model inside, or no router is known in it; an argument is out of its range; the
-            model adds an auxiliary loss itself, is balanced in another way already, or has a `forward` of its own.
+            model adds an auxiliary loss itself, is balanced in another way already, or has a `forward` of its own;
+            `bias` for a model with parts of PEFT.
         NotBuiltYetError: `sinkhorn` or `aux_loss` for a router that does not compute probabilities by softmax, as far
             as is known; `bias` for one without a bias that counts for the choice alone.
     """
@@ -109,6 +110,8 @@ def balance_experts(
         )
     if method == "bias" and any(isinstance(part, FSDPModule) for part in model.modules()):
         raise ConfigError("balance_experts(method='bias') must be called before the model is sharded.")
+    if method == "bias":
+        refuse_peft(model)
     routers = _routers_of(language_model)
     _refuse_own_forward({"": language_model, **routers})
     weights = _all_weights(routers, method)
@@ -307,7 +310,7 @@ def _move_biases(model: nn.Module, routers: Iterable[nn.Module], rate: float) ->
         with counting_tokens(self, tokens_of_sequences()):
             return kind.forward(self, *args, **kwargs)
 
-    model.__class__ = derived_class(kind, {"forward": forward})
+    model.__class__ = derived_class(kind, {"forward": forward, COUNTS_TOKENS: True})
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------

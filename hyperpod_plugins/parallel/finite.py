@@ -187,12 +187,17 @@ class RankFiniteCheck:
             self.begin()
         self._losses[batch] = local_part(loss.detach())
 
-    def reconcile(self, model: nn.Module) -> None:
+    def reconcile(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Call `reconcile_gradients`, which also tells all ranks what is not finite on any of them.
 
         All gradients of the model count.
+
+        Args:
+            model: whose units are compared.
+            optimizer: about to step; None if all that train the model are.
         """
-        self._found = reconcile_gradients(model, self._flag(model.parameters()))
+        optimizers = None if optimizer is None else [optimizer]
+        self._found = reconcile_gradients(model, self._flag(model.parameters()), optimizers=optimizers)
 
     def reconcile_for(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Like `reconcile`, for the models whose parameters an optimizer holds, right before it steps.

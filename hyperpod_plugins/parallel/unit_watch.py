@@ -36,7 +36,7 @@ thousand events, ranks compare only every 256.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -47,11 +47,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from hyperpod_plugins.comm import all_max, group_health
 from hyperpod_plugins.errors import ConfigError, GatheredParametersWritten, LoopError, UnitsDiffer, format_list
-from hyperpod_plugins.parallel.expert_bias import leave_to_units, move_biases, routers_with_moving_bias
+from hyperpod_plugins.parallel.expert_bias import balanced_parts, leave_to_units, move_biases
 from hyperpod_plugins.parallel.gather_trace import (
     DIGEST_BYTES,
     GatherTrace,
@@ -64,7 +64,7 @@ from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, fol
 from hyperpod_plugins.parallel.module_outputs import follow_outputs
 from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction, shard_size
 
-_UNUSED, _USED, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(6)
+_UNUSED, _USED, _USED_NOW, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(7)
 _STEPPED_ON = "_hyperpod_stepped_on"
 """Attribute of a gradient on which an optimizer has stepped."""
 _WHAT_TO_DO = (
@@ -100,10 +100,11 @@ def watch_units(model: nn.Module) -> None:
     units = [(name, group) for name, part in model.named_modules() for group in parameter_groups(part)]
     if units and not any("_hyperpod_unit" in vars(group) for _, group in units):
         if not _watches:
-            register_optimizer_step_pre_hook(_settle_before_step)
+            handle = register_optimizer_step_pre_hook(_settle_before_step)
+            _global_optimizer_pre_hooks.move_to_end(handle.id, last=False)  # sees the program's closure itself
         follow_parameters(group for _, group in units)
         follow_outputs(model)
-        _watches.append(ref(UnitTrace(units, routers_with_moving_bias(model))))
+        _watches.append(ref(UnitTrace(units, balanced_parts(model))))
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
@@ -116,7 +117,13 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
         raise ConfigError(f"{format_list(sparse)} would compute sparse gradients. {SPARSE_ADVICE}")
 
 
-def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None, *, ends_step: bool = True) -> int:
+def reconcile_gradients(
+    model: nn.Module,
+    flag: torch.Tensor | None = None,
+    *,
+    ends_step: bool = True,
+    optimizers: Sequence[Optimizer] | None = None,
+) -> int:
     """Compare the units that ranks ran since the last call, and keep only the gradients that one process would have.
 
     All ranks call this together, after the last backward of a step and before the optimizer steps. If it was not
@@ -127,6 +134,8 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None, *, e
         model: model whose units are compared.
         flag: flag of this rank, a uint8 `()`, sent in the same message.
         ends_step: whether no backward of the same step follows, so that the biases of routers move.
+        optimizers: those that are about to step, so that only biases of language models move whose parameters they
+            hold; None for all of `model`.
 
     Returns:
         The largest flag of all ranks; 0 if the groups are broken.
@@ -141,8 +150,11 @@ def reconcile_gradients(model: nn.Module, flag: torch.Tensor | None = None, *, e
     for watch in watches:
         watch.refuse_lost_gradients()
     largest = _reconcile([watch for watch in watches if watch.trace], flag)
+    shards = (
+        None if optimizers is None else {id(each) for optimizer in optimizers for each in _parameters_of(optimizer)}
+    )
     for watch in watches if ends_step else ():
-        watch.end_step()
+        watch.end_step(shards)
     return largest
 
 
@@ -150,9 +162,15 @@ def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = Non
     """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
     watches = _watches_of_optimizer(optimizer)
     largest = _reconcile(watches, flag)
-    for watch in watches:
-        watch.end_step()
+    moving = [watch for watch in (each() for each in _watches) if watch is not None and watch.has_due_biases]
+    shards = {id(parameter) for parameter in _parameters_of(optimizer)} if moving else set[int]()
+    for watch in moving:
+        watch.end_step(shards)
     return largest
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int:
@@ -165,20 +183,50 @@ def _reconcile(watches: Sequence["UnitTrace"], flag: torch.Tensor | None) -> int
     return largest if group_health.cause is None else 0
 
 
-def _settle_before_step(optimizer: Optimizer, *_: Any) -> None:
+def _settle_before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     reconcile_gradients_of(optimizer)
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
     for watch in (each() for each in _watches):
         if watch is not None:
             watch.begin_update(stepped)
             watch.reshard(stepped)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or not any(each.moves_biases_for(stepped) for each in _present_watches()):
+        return None
+    checked = _without_moves(closure, stepped)
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _present_watches() -> list["UnitTrace"]:
+    return [watch for watch in (each() for each in _watches) if watch is not None]
+
+
+def _without_moves(closure: Callable[[], Any], shards: Container[int]) -> Callable[[], Any]:
+    """Return a closure that raises after a backward through a balanced model that was not compared afterwards.
+
+    Biases have moved before the closure, or, in those of adapters, within it.
+    """
+
+    def checked() -> Any:
+        result = closure()
+        if any(watch.has_reduced and watch.moves_biases_for(shards) for watch in _present_watches()):
+            raise ConfigError(
+                "optimizer.step was given a closure that computes gradients of a model which "
+                "balance_experts(method='bias') has changed, so its biases would move one step late. Compute the "
+                "gradients before the step, and call optimizer.step() without a closure. Nothing has been updated."
+            )
+        return result
+
+    return checked
 
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
     """Return the watches of models that ran since they were settled and hold a parameter of `optimizer`."""
     present = [watch for watch in (each() for each in _watches) if watch is not None and watch.has_run]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]] if present else []
+    parameters = _parameters_of(optimizer) if present else []
     found = [watch for watch in present if watch.holds_any(parameters)]
     for watch in found:
         watch.refuse_lost_gradients()
@@ -222,12 +270,14 @@ def reshard_gathered(model: nn.Module) -> None:
 class UnitTrace:
     """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
-    def __init__(self, units: Sequence[tuple[str, Any]], routers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, units: Sequence[tuple[str, Any]], balanced: Sequence[tuple[nn.Module, Sequence[nn.Module]]]
+    ) -> None:
         """Start watching units.
 
         Args:
             units: module name and FSDP2 parameter group of each, in the same order on all ranks.
-            routers: those of the model whose biases move, likewise.
+            balanced: each language model with its routers whose biases move, likewise.
         """
         self.trace = array("I")
         """Events of the step in order: 2 * index of the unit for a gather, 2 * index + 1 for a reduce."""
@@ -245,10 +295,7 @@ class UnitTrace:
         self._trained = self._parameters[0]
         """A parameter that was not frozen when this was last looked at."""
         self._device: torch.device = units[0][1].device
-        self._routers = routers
-        leave_to_units(routers)
-        self._awaits_end = False
-        """Whether `reconcile` has succeeded since the last `end_step`."""
+        self._balanced = [_Balanced(*each, self._parameters) for each in balanced]
 
     @property
     def is_trained(self) -> bool:
@@ -310,20 +357,40 @@ class UnitTrace:
         else:
             largest = 0 if flag is None else int(flag)
         self._keep_agreed(used)
-        self.forget()
-        self._awaits_end = True
+        self._settle()
+        for each in self._balanced:
+            each.is_due |= any(used[number] == _USED_NOW for number in each.numbers)
         return largest
 
-    def end_step(self) -> None:
-        """Move the biases of routers, if the model has run since the last call; a collective of all ranks."""
-        if self._awaits_end:
-            self._awaits_end = False
-            move_biases(self._routers)
+    @property
+    def has_reduced(self) -> bool:
+        """Whether any unit has reduced gradients since ranks were compared last."""
+        return bool(self._shortened) or any(event % 2 for event in self.trace)
+
+    def moves_biases_for(self, shards: Container[int]) -> bool:
+        """Whether a language model whose biases move has a shard among `shards`, by `id`."""
+        return any(each.holds_any(shards) for each in self._balanced)
+
+    @property
+    def has_due_biases(self) -> bool:
+        """Whether the biases of any language model are to move at the next step on its parameters."""
+        return any(each.is_due for each in self._balanced)
+
+    def end_step(self, shards: Container[int] | None = None) -> None:
+        """Move the biases of the language models that backward has gone through since; a collective of all ranks.
+
+        Args:
+            shards: those on which an optimizer is about to step, by `id`: only language models with any of them.
+        """
+        moving = [each for each in self._balanced if each.is_due and (shards is None or each.holds_any(shards))]
+        for each in moving:
+            each.is_due = False
+        move_biases([router for each in moving for router in each.routers])
 
     def _keep_agreed(self, uses: Sequence[int]) -> None:
         """Keep the gradients of the parameters that some rank used, given the largest `use` of each."""
         worst = max(uses, default=_UNUSED)
-        if worst > _USED:
+        if worst > _USED_NOW:
             names = [parameter.name for parameter, use in zip(self._parameters, uses, strict=True) if use == worst]
             self.forget()
             if worst == _WRITTEN:
@@ -428,12 +495,17 @@ class UnitTrace:
 
     def forget(self) -> None:
         """See `clear_trace`."""
+        self._settle()
+        for each in self._balanced:
+            each.is_due = False
+
+    def _settle(self) -> None:
         del self.trace[:]
-        self._shortened, self._awaits_end = b"", False
+        self._shortened = b""
         for unit in self._units:
             unit.forget()
         for parameter in self._parameters:
-            parameter.whole.is_written, parameter.problem = False, _UNUSED
+            parameter.whole.is_written, parameter.problem, parameter.is_used_now = False, _UNUSED, False
 
     def _refuse(self, earlier: str = "") -> None:
         """Raise what all ranks find: first what was gathered without gradients, if it differed on this rank."""
@@ -444,14 +516,33 @@ class UnitTrace:
         raise UnitsDiffer(earlier or _step_message([trace for _, trace in found], self._names))
 
 
+class _Balanced:
+    """A language model with routers whose biases move, which share units with other parts of the program's model."""
+
+    def __init__(self, module: nn.Module, routers: Sequence[nn.Module], parameters: Sequence["_Parameter"]) -> None:
+        self.routers, self._parameters = routers, parameters
+        parts = {id(part) for part in module.modules()}
+        self.numbers = [number for number, each in enumerate(parameters) if each.is_of(parts)]
+        """Numbers of its parameters among all that are watched."""
+        self.is_due = False
+        """Whether backward has computed a gradient of any of them since the biases have moved, on any rank."""
+        leave_to_units(routers)
+
+    def holds_any(self, shards: Container[int]) -> bool:
+        """Whether the shard of any of its parameters is among `shards`, by `id`."""
+        return any(id(self._parameters[number].shard) in shards for number in self.numbers)
+
+
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_used", "problem", "whole")
+    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_used", "is_used_now", "problem", "whole")
 
     def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
+        self.is_used_now = False
+        """Whether a backward since ranks were compared last has computed a gradient; `is_used` may be older."""
         self.problem = _UNUSED
         """What is wrong with its gradient in this step, as a value of `use`: see [Note: what a gradient must be]."""
         self._was_zero: torch.Tensor | None = None
@@ -465,7 +556,14 @@ class _Parameter:
     @property
     def use(self) -> int:
         """What the program has done with it on this rank; of all ranks, the largest value counts."""
-        return max(self.problem, _WRITTEN) if self.whole.is_written else self.problem or int(self.is_used)
+        if self.whole.is_written:
+            return max(self.problem, _WRITTEN)
+        return self.problem or (_USED_NOW if self.is_used_now else int(self.is_used))
+
+    def is_of(self, parts: Container[int]) -> bool:
+        """Whether any of these modules holds it, by `id`."""
+        info = self._of_fsdp._module_info
+        return any(id(part) in parts for part in (info.module, *info.shared_modules))
 
     @property
     def shard(self) -> torch.Tensor:
@@ -498,13 +596,13 @@ class _Parameter:
         """Prepare for a reduction; `begins`: nothing of the same step has been partially reduced before."""
         present = self._of_fsdp.sharded_param.grad
         if begins and present is None:
-            self.is_used = self._was_filled = False
+            self.is_used = self.is_used_now = self._was_filled = False
         self._was_zero = None
         if present is not None and _STEPPED_ON in vars(present):
             self._was_zero = _local(present).count_nonzero() == 0
         self._inspect()
         if self.has_gradient:
-            self.is_used = True
+            self.is_used = self.is_used_now = True
         else:
             self._was_filled = True
             whole = self._of_fsdp.unsharded_param

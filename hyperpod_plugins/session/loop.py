@@ -211,7 +211,7 @@ class StepComputation:
             returned = run(tree_map(lambda leaf: leaf, batch))  # copies containers: it may empty them
         check_means(returned)
         values = tree_map(_detached, returned)
-        reconcile_gradients(self.model)  # of the last backward, if no optimizer has used its gradients
+        reconcile_gradients(self.model, ends_step=False)  # of the last backward, if no optimizer has used its gradients
         forget_iteration(self.model)  # a forward after the last backward leaves parameters unsharded
         mean = _mean(_stacked(values), context.data_group)
         return AttemptResult(result=_named(mean, values), norm=None, are_gradients_finite=True, losses=[])

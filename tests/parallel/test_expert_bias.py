@@ -188,6 +188,7 @@ def test_a_failed_forward_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         loss_of(model)
     handle.remove()
+    assert not counts(model).any()
     with pytest.raises(ConfigError, match="a part of a model whose routers are balanced by a bias was called"):
         model.model(input_ids=BATCH)
 
@@ -206,6 +207,18 @@ def test_a_copy_has_biases_of_its_own():
     assert found.any()
     assert not biases(model).any()
     assert torch.equal(train(model, [BATCH])[0], found)
+
+
+def test_a_frozen_teacher_keeps_its_biases():
+    model = biased()
+    train(model, [BATCH])
+    teacher, saved = copy.deepcopy(model).requires_grad_(False), biases(model).clone()
+    both = sgd(nn.ModuleList([model, teacher]))
+    (loss_of(model) + loss_of(teacher)).backward()
+    assert not counts(teacher).any()
+    both.step()
+    assert torch.equal(biases(teacher), saved)
+    assert not torch.equal(biases(model), saved)
 
 
 def test_a_z_loss_goes_with_it():
@@ -241,6 +254,26 @@ def test_biases_of_a_model_in_bfloat16_become_float32():
     assert (biases(model) != 1).any()
 
 
+def test_a_bias_that_was_assigned_in_another_type_is_refused():
+    model = biased()
+    values = {name: value.bfloat16() if BIAS in name else value for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16, as after load_state_dict"):
+        loss_of(model)
+    other = biased()
+    optimizer = sgd(other)
+    loss_of(other).backward()
+    values = {name: value.bfloat16() for name, value in other.state_dict().items() if BIAS in name}
+    other.load_state_dict(values, assign=True, strict=False)
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16, as after load_state_dict"):
+        optimizer.step()
+    model.load_state_dict(biased().state_dict())
+    with pytest.raises(ConfigError, match=r"is torch\.bfloat16"):
+        loss_of(model)
+    model.load_state_dict(biased().state_dict(), assign=True)
+    assert train(model, [BATCH])[0].any()
+
+
 # -- which models -----------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +292,18 @@ def test_what_cannot_be_balanced_is_refused():
         model = make_model("deepseek_v3").bfloat16()
     with pytest.raises(NotBuiltYetError, match=r"is torch\.bfloat16 and has no values yet"):
         balance_experts(model, method="bias")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+def test_adapters_of_peft_are_refused():
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["q_b_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"is not served for a model with parts of PEFT \(PeftModel"):
+        balance_experts(peft.get_peft_model(make_model("deepseek_v3"), options), method="bias")
+    model = peft.get_peft_model(biased(), options)
+    with pytest.raises(ConfigError, match="is not served for a model with parts of PEFT"):
+        loss_of(model)
+    assert not counts(model).any()
 
 
 class StepsInBackward:
@@ -364,6 +409,133 @@ def test_ranks_move_biases_as_one_process_does(run_ranks):
             assert 5e-5 < (last - 1).abs().max() < 5e-4
         else:
             assert all(torch.equal(*pair) for pair in zip(found, alone[case[1]], strict=True)), (case, found)
+
+
+class Adversaries(nn.Module):
+    """A language model and a critic of its logits, in one root."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer, self.critic = biased("glm4_moe"), nn.Linear(biased("glm4_moe").config.vocab_size, 2)
+
+    def forward(self, batch=None, x=None):
+        return self.critic(x) if batch is None else self.writer(input_ids=batch).logits
+
+
+def train_in_turns(model, batches):
+    """The biases after each step of each of two optimizers, of which one steps while the other's backward waits."""
+    of_writer, of_critic = sgd(model.writer), sgd(model.critic)
+    found = []
+    for batch in batches:
+        fake = model(batch=batch)
+        model(x=fake.detach()).square().mean().backward()
+        of_critic.step()
+        found.append(biases(model).clone())
+        of_critic.zero_grad()
+        (model(x=fake) - 1).square().mean().backward()
+        of_writer.step()
+        found.append(biases(model).clone())
+        of_writer.zero_grad()
+        of_critic.zero_grad()
+    return found
+
+
+def train_adversaries():
+    dist.init_process_group("hyperpod")
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        config = ParallelConfig.of({"activation_checkpointing": recomputed})
+        model = parallelize(Adversaries(), build_mesh(config.topology(dist.get_world_size()), DEVICE), config)
+        found.append(train_in_turns(model, [BATCH] * 3))
+    return found
+
+
+@pytest.mark.spawns
+def test_biases_wait_for_steps_on_their_own_model(run_ranks):
+    results = run_ranks(train_adversaries, world_size=2, timeout_s=120)
+    torch.manual_seed(0)
+    wanted = train_in_turns(Adversaries(), [BATCH] * 3)
+    assert not wanted[0].any()
+    assert wanted[1].any()
+    for found in (each for result in results for each in result):
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+class Distilled(nn.Module):
+    """A language model and a frozen copy of it, in one root."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = biased("glm4_moe")
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, batch):
+        return (self.student(input_ids=batch).logits - 2 * self.teacher(input_ids=batch).logits).square().mean()
+
+
+def train_with_teacher():
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig.of({})
+    model = parallelize(Distilled(), build_mesh(config.topology(dist.get_world_size()), DEVICE), config)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return biases(model.student), biases(model.teacher), counts(model.teacher)
+
+
+@pytest.mark.spawns
+def test_a_frozen_teacher_of_one_root_keeps_its_biases(run_ranks):
+    for of_student, of_teacher, counted in run_ranks(train_with_teacher, world_size=2, timeout_s=120):
+        assert of_student.any()
+        assert not of_teacher.any()
+        assert not counted.any()
+
+
+def train_replicas():
+    dist.init_process_group("hyperpod")
+    model = biased("glm4_moe")
+    with pytest.raises(ConfigError, match="trains on several ranks, but is not sharded by this package"):
+        loss_of(nn.parallel.DistributedDataParallel(model))
+    assert not counts(model).any()
+    loss_of(model.eval())
+    return True
+
+
+@pytest.mark.spawns
+def test_replicas_of_another_kind_are_refused_in_their_first_forward(run_ranks):
+    assert all(run_ranks(train_replicas, world_size=2, timeout_s=120))
+
+
+def step_with_closures():
+    dist.init_process_group("hyperpod")
+    for build in (biased, make_model):
+        model = model_on_ranks({}, build)
+        optimizer, before = sgd(model), [each.to_local().clone() for each in model.parameters()]
+
+        def closure(model=model):
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        if build is make_model:
+            optimizer.step(closure)
+            continue
+        for give in (lambda step: step(closure), lambda step: step(closure=closure)):
+            with pytest.raises(ConfigError, match=r"optimizer\.step was given a closure that computes gradients"):
+                give(optimizer.step)
+        assert all(torch.equal(each.to_local(), old) for each, old in zip(model.parameters(), before, strict=True))
+        loss_of(model).backward()
+        optimizer.step(lambda: None)
+        assert biases(model).any()
+    return True
+
+
+@pytest.mark.spawns
+def test_closures_that_compute_gradients_are_refused_in_loops_of_ones_own(run_ranks):
+    assert all(run_ranks(step_with_closures, world_size=2, timeout_s=120))
 
 
 # -- through each adapter ---------------------------------------------------------------------------------------------
