@@ -14,11 +14,12 @@ from hyperpod_plugins.planning.closed_forms import (
     spares_needed,
     young_interval_s,
 )
+from hyperpod_plugins.planning.estimate import Estimate
 from hyperpod_plugins.planning.expected_time import Forecast, forecast
 from hyperpod_plugins.planning.failures import ExponentialFailures, FailureModel, LemonNodes
 from hyperpod_plugins.planning.published_figures import aligned
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, Scenario
-from hyperpod_plugins.planning.simulation import GIVE_UP, Estimate, SimulatedRuns, simulate
+from hyperpod_plugins.planning.simulation import GIVE_UP, SimulatedRuns, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,15 @@ class PlannedPolicy:
         if reasons:
             return f"{name}: the closed form ({differs}) does not hold here: {reasons}"
         return f"{name}: the closed form ({differs}) is outside of the interval, which can happen by chance"
+
+    def note_of_rarity(self) -> str:
+        """What was seen so rarely that it makes the interval wide, in a sentence, if there is anything."""
+        runs = self.runs
+        seen = [f"{runs.num_failures.sum()} failures"] if runs.is_of_few_failures else []
+        seen += [f"{runs.num_fallbacks.sum()} returns to a checkpoint"] if runs.is_of_few_fallbacks else []
+        if not seen or math.isinf(runs.time_ratio.mean):
+            return ""
+        return f"{self.policy.name}: the interval allows for only {' and '.join(seen)} in all runs (Poisson)"
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -85,7 +95,7 @@ class JobPlan:
         replicas = f"{scenario.num_replicas} replica{'s' if scenario.num_replicas > 1 else ''}"
         lines = [f"{size}, {replicas}, {work}", *self.remarks, ""]
         lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
-        notes = [note for each in self.policies if (note := each.note())]
+        notes = [note for each in self.policies for note in (each.note(), each.note_of_rarity()) if note]
         notes += [f"{name}: {reason}" for name, reason in self.refused]
         intervals = (
             f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs."
@@ -231,9 +241,14 @@ def _decimals(precision: float) -> int:
 def _with_interval(ratio: Estimate, days: float) -> str:
     if math.isinf(ratio.mean):
         return f"> {GIVE_UP * days:.4g}"
-    half = max((ratio.high - ratio.mean) * days, days * 1e-5)
+    half = max(_reach(ratio) * days, days * 1e-5)
     digits = _decimals(half)
     return f"{ratio.mean * days:.{digits}f} (+- {half:.{digits}f})"
+
+
+def _reach(estimate: Estimate) -> float:
+    """How far the interval reaches from the mean, on the side where it reaches farther."""
+    return max(estimate.high - estimate.mean, estimate.mean - estimate.low)
 
 
 def _money(price: Estimate) -> str:
@@ -241,7 +256,7 @@ def _money(price: Estimate) -> str:
         return "?"
     units = ((" M", 1e6), (" k", 1e3), ("", 1.0))
     name, unit = next((each for each in units if price.mean >= each[1]), units[-1])
-    half = max((price.high - price.mean) / unit, price.mean / unit * 1e-5)
+    half = max(_reach(price) / unit, price.mean / unit * 1e-5)
     digits = _decimals(half)
     return f"{price.mean / unit:,.{digits}f}{name} (+- {half:.{digits}f})"
 
