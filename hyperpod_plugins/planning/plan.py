@@ -97,10 +97,11 @@ class JobPlan:
         lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
         notes = [note for each in self.policies for note in (each.note(), each.note_of_rarity()) if note]
         notes += [f"{name}: {reason}" for name, reason in self.refused]
-        intervals = (
-            f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs."
+        explained = (
+            f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs.",
+            "Against restart: the one with as many nodes, and with spares or standby nodes where the policy has them.",
         )
-        return [*lines, "", intervals, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
+        return [*lines, "", *explained, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan, for JSON."""
@@ -108,11 +109,23 @@ class JobPlan:
             "scenario": asdict(self.scenario),
             "mtbf_s": self.scenario.mtbf_s,
             "runs": self.num_runs,
-            "policies": [each.as_dict() for each in self.policies],
+            "policies": [
+                each.as_dict() | {"against": each.policy.compared_with, "against_restart": self._against_restart(each)}
+                for each in self.policies
+            ],
             "refused": dict(self.refused),
             "remarks": list(self.remarks),
             "sizes": {each.name: each.value for each in _sizes(self.scenario)},
         }
+
+    def _against_restart(self, row: PlannedPolicy) -> float | None:
+        """Time compared with a restart from a checkpoint with equal capacity; None for that itself, or if it fails."""
+        restart = next(each for each in self.policies if each.policy.name == row.policy.compared_with)
+        mean = restart.runs.time_ratio.mean
+        if restart is row or math.isinf(mean):
+            return None
+        change = row.runs.time_ratio.mean / mean - 1
+        return change if math.isfinite(change) else None
 
     def _header(self) -> tuple[str, ...]:
         price = ("price",) if self.scenario.price_per_accelerator_hour else ()
@@ -120,8 +133,8 @@ class JobPlan:
 
     def _cells(self, row: PlannedPolicy) -> tuple[str, ...]:
         ratio, days = row.runs.time_ratio, self.scenario.work_s / DAY_S
-        first = self.policies[0].runs.time_ratio.mean
-        against = "" if row is self.policies[0] or math.isinf(first) else f"{100 * (ratio.mean / first - 1):+.1f} %"
+        change = self._against_restart(row)
+        against = "" if change is None else f"{100 * change:+.1f} %"
         spread = f"{_days(ratio.p05 * days, days)} - {_days(ratio.p95 * days, days)}"
         cells = (
             row.policy.name,

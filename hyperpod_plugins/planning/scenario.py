@@ -181,6 +181,11 @@ class RecoveryPolicy:
     capacity: Capacity
     """For a lost node: wait until it is back, shrink by a replica until then, or use a spare or a standby node."""
 
+    @property
+    def compared_with(self) -> str:
+        """Name of the restart from a checkpoint with equal capacity: as many nodes, and the same ones idle."""
+        return {"spare": "restart + spares", "standby": "restart + standby"}.get(self.capacity, "checkpoint restart")
+
     def why_not(self, scenario: Scenario) -> str | None:
         """Why the job cannot use this policy, or None."""
         if self.regain == "replica" and scenario.num_replicas < 2:
@@ -238,6 +243,8 @@ class RecoveryPolicy:
 
 RECOVERY_POLICIES = (
     RecoveryPolicy(name="checkpoint restart", regain="checkpoint", capacity="wait"),
+    RecoveryPolicy(name="restart + spares", regain="checkpoint", capacity="spare"),
+    RecoveryPolicy(name="restart + standby", regain="checkpoint", capacity="standby"),
     RecoveryPolicy(name="snapshots", regain="snapshot", capacity="wait"),
     RecoveryPolicy(name="checkpointless", regain="replica", capacity="wait"),
     RecoveryPolicy(name="elastic", regain="replica", capacity="shrink"),

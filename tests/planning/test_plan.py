@@ -46,11 +46,14 @@ def test_a_plan_orders_the_policies_as_they_should_be():
     plan = make_plan(SCENARIO, num_runs=50)
     means = {each.policy.name: each.runs.time_ratio.mean for each in plan.policies}
     assert list(means) == [policy.name for policy in RECOVERY_POLICIES]
-    ordered = ("checkpoint restart", "snapshots", "checkpointless", "elastic", "spares", "standby")
+    ordered = (
+        "checkpoint restart", "snapshots", "checkpointless", "restart + spares", "restart + standby", "elastic",
+        "spares", "standby",
+    )  # fmt: skip
     assert sorted(means, key=means.__getitem__, reverse=True) == list(ordered)
     for each in plan.policies:
         price = each.runs.price
-        num_nodes = 260 if each.policy.name in ("spares", "standby") else 256
+        num_nodes = 260 if each.policy.name.endswith(("spares", "standby")) else 256
         assert price.mean == pytest.approx(each.runs.wall_s.mean() / 3600 * num_nodes * 8 * 2)
         assert price.low < price.mean < price.high
 
@@ -64,10 +67,29 @@ def test_the_table_has_a_line_for_each_policy_and_says_where_formulas_do_not_hol
     assert noted[0].startswith("checkpoint restart: the closed form (")
 
 
+def test_policies_are_compared_with_a_restart_of_equal_capacity():
+    plan = make_plan(SCENARIO, num_runs=20)
+    means = {each.policy.name: each.runs.time_ratio.mean for each in plan.policies}
+    rows = {each["policy"]: each for each in plan.as_dict()["policies"]}
+    for name, restart in {
+        "snapshots": "checkpoint restart", "checkpointless": "checkpoint restart", "elastic": "checkpoint restart",
+        "spares": "restart + spares", "standby": "restart + standby",
+    }.items():  # fmt: skip
+        assert rows[name]["against"] == restart
+        assert rows[name]["nodes"] == rows[restart]["nodes"]
+        change = means[name] / means[restart] - 1
+        assert rows[name]["against_restart"] == pytest.approx(change)
+        assert any(line.startswith(name) and f" {100 * change:+.1f} % " in line for line in plan.lines())
+    assert rows["restart + spares"]["against_restart"] is None
+    assert rows["standby"]["against_restart"] > means["standby"] / means["checkpoint restart"] - 1
+
+
 def test_policies_that_do_not_suit_the_job_say_why():
     plan = make_plan(replace(SCENARIO, num_replicas=1, num_spares=0), num_runs=5)
     assert [each.policy.name for each in plan.policies] == ["checkpoint restart", "snapshots"]
     assert dict(plan.refused) == {
+        "restart + spares": "needs at least 1 spare node",
+        "restart + standby": "needs at least 1 spare node",
         "checkpointless": "needs at least 2 replicas",
         "elastic": "needs at least 2 replicas",
         "spares": "needs at least 2 replicas",
