@@ -14,6 +14,7 @@ import numpy as np
 
 from hyperpod_plugins.planning.closed_forms import (
     HOUR_S,
+    check_numbers,
     daly_time_ratio,
     regained_time_ratio,
     spares_shortage,
@@ -52,7 +53,11 @@ def forecast(
         failures: The model of failures, which decides whether the formulas hold.
         lemons: The same. Lemon nodes change nothing in the sum of the rates as long as they are kept.
         checkpoint_interval_s: Work between two checkpoints; 0 for the best one.
+
+    Raises:
+        ConfigError: The interval is negative or not finite.
     """
+    check_numbers(at_least_zero={"checkpoint_interval_s": checkpoint_interval_s})
     interval_s = checkpoint_interval_s or policy.checkpoint_interval_s(scenario)
     limits = tuple(_limits(scenario, policy, failures, lemons, interval_s))
     num_intervals = scenario.work_s / interval_s

@@ -10,6 +10,7 @@ from hyperpod_plugins.planning.closed_forms import (
     HOUR_S,
     copies_needed,
     daly_interval_s,
+    mean_time_to_loss_s,
     shrink_break_even_s,
     spares_needed,
     young_interval_s,
@@ -199,11 +200,14 @@ class _Size:
     """A number that closed forms recommend."""
 
     name: str
-    value: float
+    value: float | None
+    """None if no number is large enough."""
     purpose: str
     is_duration: bool = True
 
     def cells(self) -> tuple[str, str, str]:
+        if self.value is None:
+            return self.name, "none suffices", self.purpose
         return self.name, _duration(self.value) if self.is_duration else str(int(self.value)), self.purpose
 
 
@@ -223,14 +227,23 @@ def _sizes(scenario: Scenario) -> Iterator[_Size]:
     purpose = "at most 1 % of the lost nodes find none"
     yield _Size(name="spares", value=spares_for(scenario), purpose=purpose, is_duration=False)
     window_s = stages.detect_s + in_memory.pause_s(stages) + scenario.node_loss_fraction * stages.repair_s
-    rate = scenario.failures_per_node_hour
-    if rate * window_s < HOUR_S:
-        copies = copies_needed(scenario.nodes_per_replica, rate, window_s, scenario.work_s)
-        purpose = "at most 1 % risk that all copies of a shard are lost in the run"
-        yield _Size(name="replicas", value=copies, purpose=purpose, is_duration=False)
+    purpose = "at most 1 % risk that all copies of a shard are lost in the run"
+    yield _Size(name="replicas", value=_replicas_for(scenario, window_s), purpose=purpose, is_duration=False)
     if scenario.num_replicas > 1:
         at_least_s = shrink_break_even_s(scenario.num_replicas, 1, stages.resize_s)
         yield _Size(name="shrinking pays from", value=at_least_s, purpose="if a replacement takes longer than that")
+
+
+def _replicas_for(scenario: Scenario, window_s: float, risk: float = 0.01) -> int | None:
+    """Smallest number of copies with at most this risk of a loss; None if a copy on each node is not enough."""
+    shards, rate, work_s = scenario.nodes_per_replica, scenario.failures_per_node_hour, scenario.work_s
+    if rate * window_s >= HOUR_S:
+        return None
+    # With more copies the risk first rises, if at all, and then falls: if neither end suffices, nothing between does.
+    ends_s = (mean_time_to_loss_s(shards, number, rate, window_s) for number in (1, scenario.num_nodes))
+    if all(-math.expm1(-work_s / each) > risk for each in ends_s):
+        return None
+    return copies_needed(shards, rate, window_s, work_s, risk)
 
 
 def _duration(seconds: float) -> str:

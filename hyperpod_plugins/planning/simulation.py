@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.planning.closed_forms import check_numbers
 from hyperpod_plugins.planning.estimate import Estimate, poisson_interval
 from hyperpod_plugins.planning.expected_time import failure_cost_s, fallback_cost_s
 from hyperpod_plugins.planning.failures import (
@@ -47,7 +48,6 @@ SPENT = ("work", "redone", "snapshots", "saves", "detect", "waiting", "recovery"
 FEW_FAILURES, FEW_FALLBACKS = 20, 10
 """Where fewer have been seen over all runs, intervals come from an exact bound on their number."""
 _FAILURES_PER_WINDOW = 256
-_MOST_FAILURES = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +157,10 @@ def simulate(
         raise ConfigError(f"the policy {policy.name!r} {reason}; change the scenario, or choose another policy.")
     if num_runs < 2:
         raise ConfigError(f"num_runs={num_runs} must be at least 2: intervals come from the spread of the runs.")
-    if scenario.work_s > _MOST_FAILURES * scenario.mtbf_s:
-        raise ConfigError(
-            f"{scenario.work_s:g} s of work with a failure every {scenario.mtbf_s:g} s are more than the "
-            f"{_MOST_FAILURES:,} failures that are simulated in a run. Give less work, or a lower rate of failures."
-        )
+    if seed < 0:
+        raise ConfigError(f"seed={seed} must be at least 0.")
+    check_numbers(at_least_zero={"checkpoint_interval_s": checkpoint_interval_s})
+    scenario.check_number_of_failures()
     of_failures, of_repairs = np.random.default_rng(seed).spawn(2)  # so that all policies meet the same failures
     stream = (failures or ExponentialFailures()).start(
         of_failures, num_runs, scenario.num_nodes, scenario.failures_per_node_hour, lemons or LemonNodes()

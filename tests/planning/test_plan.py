@@ -129,6 +129,19 @@ def test_spares_are_as_many_as_needed():
     assert spares_for(replace(SCENARIO, node_loss_fraction=0.0)) == 1
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "repair_s", "number"),
+    [(2, 20_000.0, None), (64, 20_000.0, 21), (4, 36_000.0, None), (4, 40_000.0, None), (64, 2400.0, 6)],
+)
+def test_no_more_replicas_are_recommended_than_there_are_nodes(num_nodes, repair_s, number):
+    stages = StageTimes(repair_s=repair_s)
+    scenario = Scenario(num_nodes=num_nodes, failures_per_node_hour=0.14, work_s=DAY_S, stages=stages)
+    plan = make_plan(scenario, num_runs=2)
+    assert plan.as_dict()["sizes"]["replicas"] == number
+    told = "none suffices" if number is None else f"{number} "
+    assert any(line.split(maxsplit=1)[1].startswith(told) for line in plan.lines() if line.startswith("replicas "))
+
+
 def test_the_command_prints_tables_and_json(capsys):
     text = printed(capsys, *JOB, "--price", "2")
     assert text.startswith("64 nodes x 8 accelerators, 4 replicas, 10 days of work")
@@ -224,6 +237,13 @@ def test_degrees_that_fit_give_the_replicas(capsys, tmp_path):
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--model", "nowhere"], "--model nowhere is no folder"),
         (["--nodes", "4", "--days", "1", "--trace", "nowhere"], "--trace nowhere cannot be read as JSON"),
         (["--nodes", "9999", "--days", "99", "--mtbf-hours", "0.01"], "Give less work, or a lower rate of failures"),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1e-300"], "Give less work, or a lower rate of failures"),
+        (
+            ["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--detect-s", "1e300"],
+            "detect_s=1e+300 must be at most",
+        ),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--repair-s", "9e9"], "spares are computed for at most"),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--seed", "-1"], "seed=-1 must be at least 0"),
         (["--preset", "flowers"], "invalid choice"),
         (["--days", "1", "--steps", "1"], "not allowed with"),
     ],

@@ -314,6 +314,11 @@ def test_estimates():
         (lambda: replace(MIDDLE, measured={"repair": (1.0,)}), "measured times of repair; allowed are step_s"),
         (lambda: replace(MIDDLE, measured={"repair_s": ()}), "measured times of repair_s are empty"),
         (lambda: StageTimes(repair_s=-1), "repair_s=-1"),
+        (lambda: StageTimes.means_of({"repair_s": []}), "measured times of repair_s are empty"),
+        (lambda: StageTimes.means_of({"x": [1]}), "measured times of x; allowed are step_s"),
+        (lambda: StageTimes(detect_s=1e300), r"detect_s=1e\+300 must be at most"),
+        (lambda: RetryChain(max_retries=1.5), "max_retries=1.5 must be a whole number"),
+        (lambda: simulate(MIDDLE, POLICIES["spares"], seed=-1), "seed=-1 must be at least 0"),
         (lambda: RetryChain(first_fails=2), "first_fails=2 must be a probability"),
         (lambda: simulate(replace(MIDDLE, num_spares=0), POLICIES["spares"]), "'spares' needs at least 1 spare"),
         (lambda: simulate(replace(MIDDLE, num_replicas=1), POLICIES["elastic"]), "needs at least 2 replicas"),
@@ -324,3 +329,12 @@ def test_estimates():
 def test_bad_input_is_named(call, told):
     with pytest.raises(ConfigError, match=told):
         call()
+
+
+@pytest.mark.parametrize("interval_s", [-5.0, math.nan, math.inf])
+def test_an_interval_must_be_a_finite_time(interval_s):
+    with pytest.raises(ConfigError, match="checkpoint_interval_s="):
+        simulate(MIDDLE, POLICIES["standby"], num_runs=2, checkpoint_interval_s=interval_s)
+    models = {"failures": ExponentialFailures(), "lemons": NO_LEMONS}
+    with pytest.raises(ConfigError, match="checkpoint_interval_s="):
+        forecast(MIDDLE, POLICIES["standby"], **models, checkpoint_interval_s=interval_s)
