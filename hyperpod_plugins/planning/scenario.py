@@ -262,7 +262,7 @@ class RecoveryPolicy:
         window_s = scenario.stages.detect_s + self.pause_s(scenario.stages)
         if self.capacity in ("wait", "shrink"):
             window_s += scenario.node_loss_fraction * scenario.stages.repair_s
-        shards, copies = (scenario.num_nodes, 2)
+        shards, copies = scenario.num_nodes if scenario.num_nodes > 2 else 1, 2  # two nodes are one pair of buddies
         if self.regain == "replica":
             shards, copies = scenario.nodes_per_replica, scenario.num_replicas
         rate = scenario.failures_per_node_hour

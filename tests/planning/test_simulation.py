@@ -118,6 +118,19 @@ def test_copies_are_there_again_after_a_recovery():
     assert one_run("checkpointless", (350.0, 1), (600.0, 3))[2].num_fallbacks[0] == 0
 
 
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_the_closed_form_counts_each_pair_of_buddies_once(num_nodes):
+    stages = StageTimes(repair_s=600.0)
+    scenario = Scenario(
+        num_nodes=num_nodes, failures_per_node_hour=0.1, work_s=60 * DAY, num_replicas=1, node_loss_fraction=1.0,
+        stages=stages,
+    )  # fmt: skip
+    policy = POLICIES["snapshots"]
+    runs = simulate(scenario, policy, num_runs=100, lemons=NO_LEMONS)
+    expected = runs.wall_s.sum() / policy.mean_time_to_fallback_s(scenario)
+    assert runs.num_fallbacks.sum() == pytest.approx(expected, rel=0.15)
+
+
 def test_a_shrunk_job_without_copies_goes_back_to_its_checkpoint():
     runs = simulate(
         replace(BY_HAND, num_nodes=2), POLICIES["elastic"], num_runs=2, checkpoint_interval_s=100.0,
