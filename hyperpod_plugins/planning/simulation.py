@@ -182,7 +182,7 @@ def simulate(
         scenario=scenario,
         policy=policy,
         checkpoint_interval_s=interval_s,
-        wall_s=np.where(jobs.is_done, jobs.now_s, np.inf),
+        wall_s=np.where(jobs.is_done & (jobs.now_s <= GIVE_UP * scenario.work_s), jobs.now_s, np.inf),
         num_failures=jobs.num_failures,
         num_fallbacks=jobs.num_fallbacks,
         spent_s={"work": jobs.kept_s + jobs.since_s, **jobs.spent_s},

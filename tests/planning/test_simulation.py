@@ -308,6 +308,18 @@ def test_a_hopeless_run_is_given_up():
     ).time_ratio > 10  # fmt: skip
 
 
+@pytest.mark.parametrize(("repair_s", "is_given_up"), [(8800.0, False), (8830.0, True)])
+def test_a_run_is_given_up_at_10_times_its_work_however_rare_failures_are(repair_s, is_given_up):
+    """One failure makes the run take 1,185 s and the repair."""
+    scenario = replace(BY_HAND, stages=replace(BY_HAND.stages, repair_s=repair_s))
+    trace = TraceFailures(times_s=(350.0,), nodes=(1,), duration_s=1e6, starts_anywhere=False)
+    policy = POLICIES["checkpoint restart"]
+    runs = simulate(scenario, policy, failures=trace, num_runs=2, checkpoint_interval_s=100.0)
+    assert np.isinf(runs.wall_s).tolist() == [is_given_up] * 2
+    assert is_given_up or runs.wall_s == pytest.approx([1185 + repair_s] * 2)
+    assert math.isinf(runs.time_ratio.mean) == is_given_up
+
+
 def test_estimates():
     estimate = Estimate.of(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert estimate.mean == 3
