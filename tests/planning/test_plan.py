@@ -142,6 +142,19 @@ def test_no_more_replicas_are_recommended_than_there_are_nodes(num_nodes, repair
     assert any(line.split(maxsplit=1)[1].startswith(told) for line in plan.lines() if line.startswith("replicas "))
 
 
+@pytest.mark.parametrize("stages", [StageTimes(), StageTimes(detect_s=6000.0), StageTimes(repair_s=36_000.0)])
+def test_spares_are_the_fewest_with_which_1_percent_of_lost_nodes_find_none(stages):
+    """Nodes are away from their failure until they are repaired, so that a Poisson number is away."""
+    scenario = replace(SCENARIO, stages=stages)
+    number, lost = spares_for(scenario), scenario.node_loss_fraction
+    mean = (stages.detect_s + stages.repair_s) / (scenario.mtbf_s / lost)
+    none_left = [
+        1 - sum(math.exp(-mean) * mean**away / math.factorial(away) for away in range(spares))
+        for spares in (number - 1, number)
+    ]
+    assert none_left[1] <= 0.01 < none_left[0]
+
+
 def test_the_command_prints_tables_and_json(capsys):
     text = printed(capsys, *JOB, "--price", "2")
     assert text.startswith("64 nodes x 8 accelerators, 4 replicas, 10 days of work")
