@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +169,16 @@ def test_the_command_prints_tables_and_json(capsys):
         wall_s = each["time_ratio"]["mean"] * 10 * DAY_S
         assert sum(each["spent_s"].values()) == pytest.approx(wall_s), "the parts are the whole"
     assert plan["sizes"]["spares"] >= 1
+
+
+def test_output_that_nobody_reads_is_no_error(monkeypatch):
+    """As with `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "--preset", "seeds"]) == 0
+        monkeypatch.undo()
 
 
 def test_equal_arguments_print_equal_plans(capsys):
