@@ -12,6 +12,7 @@ hyperpod plan --preset seeds
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -255,7 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(line: str) -> None:
-    print(printable(line), flush=True)  # noqa: T201  (text from a store may contain escape sequences)
+    try:
+        print(printable(line), flush=True)  # noqa: T201  (text from a store may contain escape sequences)
+    except BrokenPipeError:  # nobody reads any more, as with `| head`: this line and all others go nowhere
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The formulas are in `hyperpod_plugins.planning.closed_forms`.
 """
 
+from hyperpod_plugins.planning.estimate import Estimate
 from hyperpod_plugins.planning.expected_time import Forecast, forecast
 from hyperpod_plugins.planning.failures import (
     ExponentialFailures,
@@ -19,7 +20,7 @@ from hyperpod_plugins.planning.memory_plan import (
 )
 from hyperpod_plugins.planning.plan import JobPlan, make_plan
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, RetryChain, Scenario, StageTimes
-from hyperpod_plugins.planning.simulation import Estimate, SimulatedRuns, simulate
+from hyperpod_plugins.planning.simulation import SimulatedRuns, simulate
 from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
 from hyperpod_plugins.planning.training_shape import TrainingShape
 

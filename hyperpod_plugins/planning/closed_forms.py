@@ -17,6 +17,7 @@ from hyperpod_plugins.errors import ConfigError
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
+_MOST_IN_REPAIR = 100_000
 
 
 def check_numbers(*, positive: dict[str, float] | None = None, at_least_zero: dict[str, float] | None = None) -> None:
@@ -343,13 +344,22 @@ def spares_shortage(num_spares: int, mtbf_s: float, repair_s: float) -> float:
 
 
 def spares_needed(mtbf_s: float, repair_s: float, shortage: float = 0.01) -> int:
-    """Smallest number of spares with which at most this part of the failures finds none; see `spares_shortage`."""
+    """Smallest number of spares with which at most this part of the failures finds none; see `spares_shortage`.
+
+    Raises:
+        ConfigError: So many nodes would be in repair at a time that it is not computed.
+    """
     if not 0 < shortage < 1:
         raise ConfigError(f"shortage={shortage:g} must be between 0 and 1: the part of failures that find no spare.")
     check_numbers(positive={"mtbf_s": mtbf_s}, at_least_zero={"repair_s": repair_s})
     mean = repair_s / mtbf_s
     if mean == 0:
         return 1
+    if mean > _MOST_IN_REPAIR:
+        raise ConfigError(
+            f"with a failure every {mtbf_s:g} s and repairs of {repair_s:g} s, {mean:g} nodes are in repair at a time; "
+            f"spares are computed for at most {_MOST_IN_REPAIR:,}. Give shorter repairs, or a lower rate of failures."
+        )
     number, log, missing = 0, -mean, 1.0
     while missing > shortage:
         missing -= math.exp(log)

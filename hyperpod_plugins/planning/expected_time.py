@@ -14,6 +14,7 @@ import numpy as np
 
 from hyperpod_plugins.planning.closed_forms import (
     HOUR_S,
+    check_numbers,
     daly_time_ratio,
     regained_time_ratio,
     spares_shortage,
@@ -52,7 +53,11 @@ def forecast(
         failures: The model of failures, which decides whether the formulas hold.
         lemons: The same. Lemon nodes change nothing in the sum of the rates as long as they are kept.
         checkpoint_interval_s: Work between two checkpoints; 0 for the best one.
+
+    Raises:
+        ConfigError: The interval is negative or not finite.
     """
+    check_numbers(at_least_zero={"checkpoint_interval_s": checkpoint_interval_s})
     interval_s = checkpoint_interval_s or policy.checkpoint_interval_s(scenario)
     limits = tuple(_limits(scenario, policy, failures, lemons, interval_s))
     num_intervals = scenario.work_s / interval_s
@@ -66,10 +71,24 @@ def _fallbacks_ratio(scenario: Scenario, policy: RecoveryPolicy, interval_s: flo
     """How much longer a job takes because it returns to checkpoints if no copy in memory is left."""
     if policy.regain == "checkpoint":
         return 1.0
-    stages = scenario.stages
-    more_s = interval_s / 2 + stages.startup_s + stages.checkpoint_restore_s - policy.pause_s(stages)
-    part = more_s / policy.mean_time_to_fallback_s(scenario)
+    part = fallback_cost_s(scenario, policy, interval_s) / policy.mean_time_to_fallback_s(scenario)
     return math.inf if part >= 1 else 1 / (1 - part)
+
+
+def fallback_cost_s(scenario: Scenario, policy: RecoveryPolicy, interval_s: float) -> float:
+    """How much more time a return to a checkpoint takes than a recovery from memory, on average."""
+    stages = scenario.stages
+    return interval_s / 2 + stages.startup_s + stages.checkpoint_restore_s - policy.pause_s(stages)
+
+
+def failure_cost_s(scenario: Scenario, policy: RecoveryPolicy, interval_s: float) -> float:
+    """Mean time that a failure costs, of the costlier kind: if there are any, one that takes a node away."""
+    stages, lost = scenario.stages, scenario.node_loss_fraction
+    redone_s = min(interval_s, policy.regain_every_s(scenario), scenario.work_s) / 2
+    cost_s = redone_s + _pauses_s(scenario, policy)[0 if lost else 1]
+    if policy.capacity == "shrink" and lost:
+        cost_s += 2 * stages.resize_s + stages.repair_s / scenario.num_replicas
+    return cost_s
 
 
 def _pauses_s(scenario: Scenario, policy: RecoveryPolicy) -> tuple[float, float]:

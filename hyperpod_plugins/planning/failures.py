@@ -38,6 +38,11 @@ class LemonNodes:
         """Check the parts."""
         if not (0 <= self.fraction < 1 and 0 <= self.share < 1):
             raise ConfigError(f"fraction={self.fraction:g} and share={self.share:g} of lemon nodes must be below 1.")
+        if self.fraction and not self.share:
+            raise ConfigError(
+                f"share=0 of lemon nodes, with fraction={self.fraction:g} of the nodes: these would never fail. Give "
+                "them a share, or fraction=0 for nodes that are all alike."
+            )
         if self.exclude_after < 0:
             raise ConfigError(f"exclude_after={self.exclude_after} must be at least 0; 0 excludes no node.")
 
@@ -272,6 +277,8 @@ class TraceFailures(FailureModel):
                 f"a trace with {len(self.times_s)} times and {len(self.nodes)} nodes; give one node for each failure, "
                 "and at least one failure."
             )
+        if not all(map(math.isfinite, self.times_s)):
+            raise ConfigError("times of a trace must be finite numbers; one is not.")
         if min(self.times_s) < 0 or max(self.times_s) >= self.duration_s or min(self.nodes) < 0:
             raise ConfigError(
                 f"times of a trace must be from 0 to less than duration_s={self.duration_s:g}, and nodes at least 0; "

@@ -10,15 +10,17 @@ from hyperpod_plugins.planning.closed_forms import (
     HOUR_S,
     copies_needed,
     daly_interval_s,
+    mean_time_to_loss_s,
     shrink_break_even_s,
     spares_needed,
     young_interval_s,
 )
+from hyperpod_plugins.planning.estimate import Estimate
 from hyperpod_plugins.planning.expected_time import Forecast, forecast
 from hyperpod_plugins.planning.failures import ExponentialFailures, FailureModel, LemonNodes
 from hyperpod_plugins.planning.published_figures import aligned
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, Scenario
-from hyperpod_plugins.planning.simulation import GIVE_UP, Estimate, SimulatedRuns, simulate
+from hyperpod_plugins.planning.simulation import GIVE_UP, SimulatedRuns, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,15 @@ class PlannedPolicy:
         if reasons:
             return f"{name}: the closed form ({differs}) does not hold here: {reasons}"
         return f"{name}: the closed form ({differs}) is outside of the interval, which can happen by chance"
+
+    def note_of_rarity(self) -> str:
+        """What was seen so rarely that it makes the interval wide, in a sentence, if there is anything."""
+        runs = self.runs
+        seen = [f"{runs.num_failures.sum()} failures"] if runs.is_of_few_failures else []
+        seen += [f"{runs.num_fallbacks.sum()} returns to a checkpoint"] if runs.is_of_few_fallbacks else []
+        if not seen or math.isinf(runs.time_ratio.mean):
+            return ""
+        return f"{self.policy.name}: the interval allows for only {' and '.join(seen)} in all runs (Poisson)"
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -85,12 +96,13 @@ class JobPlan:
         replicas = f"{scenario.num_replicas} replica{'s' if scenario.num_replicas > 1 else ''}"
         lines = [f"{size}, {replicas}, {work}", *self.remarks, ""]
         lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
-        notes = [note for each in self.policies if (note := each.note())]
+        notes = [note for each in self.policies for note in (each.note(), each.note_of_rarity()) if note]
         notes += [f"{name}: {reason}" for name, reason in self.refused]
-        intervals = (
-            f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs."
+        explained = (
+            f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs.",
+            "Against restart: the one with as many nodes, and with spares or standby nodes where the policy has them.",
         )
-        return [*lines, "", intervals, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
+        return [*lines, "", *explained, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan, for JSON."""
@@ -98,11 +110,23 @@ class JobPlan:
             "scenario": asdict(self.scenario),
             "mtbf_s": self.scenario.mtbf_s,
             "runs": self.num_runs,
-            "policies": [each.as_dict() for each in self.policies],
+            "policies": [
+                each.as_dict() | {"against": each.policy.compared_with, "against_restart": self._against_restart(each)}
+                for each in self.policies
+            ],
             "refused": dict(self.refused),
             "remarks": list(self.remarks),
             "sizes": {each.name: each.value for each in _sizes(self.scenario)},
         }
+
+    def _against_restart(self, row: PlannedPolicy) -> float | None:
+        """Time compared with a restart from a checkpoint with equal capacity; None for that itself, or if it fails."""
+        restart = next(each for each in self.policies if each.policy.name == row.policy.compared_with)
+        mean = restart.runs.time_ratio.mean
+        if restart is row or math.isinf(mean):
+            return None
+        change = row.runs.time_ratio.mean / mean - 1
+        return change if math.isfinite(change) else None
 
     def _header(self) -> tuple[str, ...]:
         price = ("price",) if self.scenario.price_per_accelerator_hour else ()
@@ -110,8 +134,8 @@ class JobPlan:
 
     def _cells(self, row: PlannedPolicy) -> tuple[str, ...]:
         ratio, days = row.runs.time_ratio, self.scenario.work_s / DAY_S
-        first = self.policies[0].runs.time_ratio.mean
-        against = "" if row is self.policies[0] or math.isinf(first) else f"{100 * (ratio.mean / first - 1):+.1f} %"
+        change = self._against_restart(row)
+        against = "" if change is None else f"{100 * change:+.1f} %"
         spread = f"{_days(ratio.p05 * days, days)} - {_days(ratio.p95 * days, days)}"
         cells = (
             row.policy.name,
@@ -176,11 +200,14 @@ class _Size:
     """A number that closed forms recommend."""
 
     name: str
-    value: float
+    value: float | None
+    """None if no number is large enough."""
     purpose: str
     is_duration: bool = True
 
     def cells(self) -> tuple[str, str, str]:
+        if self.value is None:
+            return self.name, "none suffices", self.purpose
         return self.name, _duration(self.value) if self.is_duration else str(int(self.value)), self.purpose
 
 
@@ -200,14 +227,23 @@ def _sizes(scenario: Scenario) -> Iterator[_Size]:
     purpose = "at most 1 % of the lost nodes find none"
     yield _Size(name="spares", value=spares_for(scenario), purpose=purpose, is_duration=False)
     window_s = stages.detect_s + in_memory.pause_s(stages) + scenario.node_loss_fraction * stages.repair_s
-    rate = scenario.failures_per_node_hour
-    if rate * window_s < HOUR_S:
-        copies = copies_needed(scenario.nodes_per_replica, rate, window_s, scenario.work_s)
-        purpose = "at most 1 % risk that all copies of a shard are lost in the run"
-        yield _Size(name="replicas", value=copies, purpose=purpose, is_duration=False)
+    purpose = "at most 1 % risk that all copies of a shard are lost in the run"
+    yield _Size(name="replicas", value=_replicas_for(scenario, window_s), purpose=purpose, is_duration=False)
     if scenario.num_replicas > 1:
         at_least_s = shrink_break_even_s(scenario.num_replicas, 1, stages.resize_s)
         yield _Size(name="shrinking pays from", value=at_least_s, purpose="if a replacement takes longer than that")
+
+
+def _replicas_for(scenario: Scenario, window_s: float, risk: float = 0.01) -> int | None:
+    """Smallest number of copies with at most this risk of a loss; None if a copy on each node is not enough."""
+    shards, rate, work_s = scenario.nodes_per_replica, scenario.failures_per_node_hour, scenario.work_s
+    if rate * window_s >= HOUR_S:
+        return None
+    # With more copies the risk first rises, if at all, and then falls: if neither end suffices, nothing between does.
+    ends_s = (mean_time_to_loss_s(shards, number, rate, window_s) for number in (1, scenario.num_nodes))
+    if all(-math.expm1(-work_s / each) > risk for each in ends_s):
+        return None
+    return copies_needed(shards, rate, window_s, work_s, risk)
 
 
 def _duration(seconds: float) -> str:
@@ -231,9 +267,14 @@ def _decimals(precision: float) -> int:
 def _with_interval(ratio: Estimate, days: float) -> str:
     if math.isinf(ratio.mean):
         return f"> {GIVE_UP * days:.4g}"
-    half = max((ratio.high - ratio.mean) * days, days * 1e-5)
+    half = max(_reach(ratio) * days, days * 1e-5)
     digits = _decimals(half)
     return f"{ratio.mean * days:.{digits}f} (+- {half:.{digits}f})"
+
+
+def _reach(estimate: Estimate) -> float:
+    """How far the interval reaches from the mean, on the side where it reaches farther."""
+    return max(estimate.high - estimate.mean, estimate.mean - estimate.low)
 
 
 def _money(price: Estimate) -> str:
@@ -241,7 +282,7 @@ def _money(price: Estimate) -> str:
         return "?"
     units = ((" M", 1e6), (" k", 1e3), ("", 1.0))
     name, unit = next((each for each in units if price.mean >= each[1]), units[-1])
-    half = max((price.high - price.mean) / unit, price.mean / unit * 1e-5)
+    half = max(_reach(price) / unit, price.mean / unit * 1e-5)
     digits = _decimals(half)
     return f"{price.mean / unit:,.{digits}f}{name} (+- {half:.{digits}f})"
 

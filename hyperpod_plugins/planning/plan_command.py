@@ -158,6 +158,7 @@ def _scenario(arguments: argparse.Namespace, failures: FailureModel) -> tuple[Sc
         retries=NAMED_RETRIES[arguments.retries],
     )
     if arguments.spares is None:
+        scenario.check_number_of_failures()  # before a search that needs as many steps
         scenario = replace(scenario, num_spares=spares_for(scenario))
     return scenario, remarks
 

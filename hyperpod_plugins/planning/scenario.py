@@ -26,6 +26,11 @@ from hyperpod_plugins.planning.closed_forms import (
 NODE_LOSS_FRACTION = (148 + 72 + 35 + 32) / 419
 """Part of the failures that take a node away: GPU, its memory, network and maintenance, of those that Llama 3 met."""
 
+MOST_FAILURES = 50_000
+"""Failures of a run that are simulated."""
+LONGEST_S = 1e10
+"""Times of stages are at most so long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
@@ -56,12 +61,41 @@ class StageTimes:
 
     def __post_init__(self) -> None:
         """Check that all are times."""
-        check_numbers(at_least_zero=asdict(self), positive={"step_s": self.step_s})
+        check_numbers(positive={"step_s": self.step_s})
+        for name, time_s in asdict(self).items():
+            _check_time(name, time_s)
 
     @classmethod
     def means_of(cls, measured: Mapping[str, Sequence[float]]) -> Self:
-        """Means of times that a run has measured, by the names of the fields; defaults where it has none."""
+        """Means of times that a run has measured, by the names of the fields; defaults where it has none.
+
+        Raises:
+            ConfigError: A name is none of the fields, or has no times.
+        """
+        check_measured(measured)
         return cls(**{name: math.fsum(times_s) / len(times_s) for name, times_s in measured.items()})
+
+
+def check_measured(measured: Mapping[str, Sequence[float]]) -> None:
+    """Check measured times by fields of `StageTimes`.
+
+    Raises:
+        ConfigError: A name is none of the fields, or has no times, or one that is no time.
+    """
+    names = [each.name for each in fields(StageTimes)]
+    if unknown := sorted(set(measured) - set(names)):
+        raise UnknownKeyError(f"measured times of {format_list(unknown)}; allowed are {', '.join(names)}.")
+    if empty := sorted(name for name, times_s in measured.items() if not len(times_s)):
+        raise ConfigError(f"measured times of {format_list(empty)} are empty; give at least one, or leave them out.")
+    for name, times_s in measured.items():
+        for time_s in times_s:
+            _check_time(name, time_s)
+
+
+def _check_time(name: str, time_s: float) -> None:
+    check_numbers(at_least_zero={name: time_s})
+    if time_s > LONGEST_S:
+        raise ConfigError(f"{name}={time_s:g} must be at most {LONGEST_S:g} s, which is three centuries.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +120,8 @@ class RetryChain:
                 raise ConfigError(f"{name}={value:g} must be a probability, between 0 and 1.")
         times = {"interval_s": self.interval_s, "manual_s": self.manual_s, "max_retries": self.max_retries}
         check_numbers(at_least_zero=times)
+        if self.max_retries != int(self.max_retries):
+            raise ConfigError(f"max_retries={self.max_retries:g} must be a whole number.")
 
     def mean_s(self, attempt_s: float) -> float:
         """Mean time that retries add to a recovery whose attempts take `attempt_s` each."""
@@ -127,16 +163,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Check sizes and rates."""
-        names = [each.name for each in fields(StageTimes)]
-        if unknown := sorted(set(self.measured) - set(names)):
-            raise UnknownKeyError(f"measured times of {format_list(unknown)}; allowed are {', '.join(names)}.")
-        if empty := sorted(name for name, times_s in self.measured.items() if not times_s):
-            raise ConfigError(
-                f"measured times of {format_list(empty)} are empty; give at least one, or leave them out."
-            )
-        for name, times_s in self.measured.items():
-            for time_s in times_s:
-                check_numbers(at_least_zero={name: time_s})
+        check_measured(self.measured)
         rate = {"failures_per_node_hour": self.failures_per_node_hour, "work_s": self.work_s}
         rest = {"price_per_accelerator_hour": self.price_per_accelerator_hour, "num_spares": self.num_spares}
         sizes = {"num_nodes": self.num_nodes, "accelerators_per_node": self.accelerators_per_node}
@@ -148,6 +175,18 @@ class Scenario:
             )
         if not 0 <= self.node_loss_fraction <= 1:
             raise ConfigError(f"node_loss_fraction={self.node_loss_fraction:g} must be between 0 and 1.")
+
+    def check_number_of_failures(self) -> None:
+        """Check that a run can be simulated, and that its failures are rare enough for closed forms.
+
+        Raises:
+            ConfigError: There would be too many failures.
+        """
+        if not self.work_s <= MOST_FAILURES * self.mtbf_s:
+            raise ConfigError(
+                f"{self.work_s:g} s of work with a failure every {self.mtbf_s:g} s are more than the "
+                f"{MOST_FAILURES:,} failures that are simulated in a run. Give less work, or a lower rate of failures."
+            )
 
     @property
     def mtbf_s(self) -> float:
@@ -180,6 +219,11 @@ class RecoveryPolicy:
     """Source of the state. With copies in memory, a checkpoint is the last resort, if none of a shard is left."""
     capacity: Capacity
     """For a lost node: wait until it is back, shrink by a replica until then, or use a spare or a standby node."""
+
+    @property
+    def compared_with(self) -> str:
+        """Name of the restart from a checkpoint with equal capacity: as many nodes, and the same ones idle."""
+        return {"spare": "restart + spares", "standby": "restart + standby"}.get(self.capacity, "checkpoint restart")
 
     def why_not(self, scenario: Scenario) -> str | None:
         """Why the job cannot use this policy, or None."""
@@ -218,7 +262,7 @@ class RecoveryPolicy:
         window_s = scenario.stages.detect_s + self.pause_s(scenario.stages)
         if self.capacity in ("wait", "shrink"):
             window_s += scenario.node_loss_fraction * scenario.stages.repair_s
-        shards, copies = (scenario.num_nodes, 2)
+        shards, copies = scenario.num_nodes if scenario.num_nodes > 2 else 1, 2  # two nodes are one pair of buddies
         if self.regain == "replica":
             shards, copies = scenario.nodes_per_replica, scenario.num_replicas
         rate = scenario.failures_per_node_hour
@@ -238,6 +282,8 @@ class RecoveryPolicy:
 
 RECOVERY_POLICIES = (
     RecoveryPolicy(name="checkpoint restart", regain="checkpoint", capacity="wait"),
+    RecoveryPolicy(name="restart + spares", regain="checkpoint", capacity="spare"),
+    RecoveryPolicy(name="restart + standby", regain="checkpoint", capacity="standby"),
     RecoveryPolicy(name="snapshots", regain="snapshot", capacity="wait"),
     RecoveryPolicy(name="checkpointless", regain="replica", capacity="wait"),
     RecoveryPolicy(name="elastic", regain="replica", capacity="shrink"),

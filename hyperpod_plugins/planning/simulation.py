@@ -27,6 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.planning.closed_forms import check_numbers
+from hyperpod_plugins.planning.estimate import Estimate, poisson_interval
+from hyperpod_plugins.planning.expected_time import failure_cost_s, fallback_cost_s
 from hyperpod_plugins.planning.failures import (
     ExponentialFailures,
     FailureModel,
@@ -42,38 +45,9 @@ GIVE_UP = 10.0
 """A run that takes longer than this many times its work is given up."""
 SPENT = ("work", "redone", "snapshots", "saves", "detect", "waiting", "recovery", "fewer replicas")
 """On what a run spends its time. Their sum is its wall time."""
+FEW_FAILURES, FEW_FALLBACKS = 20, 10
+"""Where fewer have been seen over all runs, intervals come from an exact bound on their number."""
 _FAILURES_PER_WINDOW = 256
-_MOST_FAILURES = 50_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Mean of simulated runs, and how they are spread."""
-
-    mean: float
-    low: float
-    """Lower end of the 95 % confidence interval of the mean."""
-    high: float
-    """Its upper end."""
-    p05: float
-    """5 % of the runs are below."""
-    p95: float
-    """5 % of the runs are above."""
-
-    @classmethod
-    def of(cls, values: Floats) -> "Estimate":
-        """Estimate from one value of each run, at least two."""
-        if not np.isfinite(values).all():
-            return cls(mean=math.inf, low=math.inf, high=math.inf, p05=float(values.min()), p95=math.inf)
-        mean, degrees = float(values.mean()), values.size - 1
-        quantile = 1.96 + 2.37 / degrees + 2.82 / degrees**2  # Student's, from the normal one (Cornish-Fisher)
-        half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
-        p05, p95 = (float(each) for each in np.quantile(values, (0.05, 0.95)))
-        return cls(mean=mean, low=mean - half, high=mean + half, p05=p05, p95=p95)
-
-    def holds(self, value: float) -> bool:
-        """Whether a value is in the confidence interval of the mean."""
-        return self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +70,62 @@ class SimulatedRuns:
     @property
     def time_ratio(self) -> Estimate:
         """Wall time divided by the time of the work alone."""
-        return Estimate.of(self.wall_s / self.scenario.work_s)
+        return self._estimate(1 / self.scenario.work_s)
 
     @property
     def price(self) -> Estimate:
         """Price of all nodes, spares included, from start to end."""
         num_nodes = self.scenario.num_nodes + self.policy.num_spares(self.scenario)
-        per_s = self.scenario.price_per_accelerator_hour * self.scenario.accelerators_per_node * num_nodes / 3600
-        return Estimate.of(self.wall_s * per_s if per_s else np.zeros(self.wall_s.size))
+        return self._estimate(
+            self.scenario.price_per_accelerator_hour * self.scenario.accelerators_per_node * num_nodes / 3600
+        )
+
+    @property
+    def is_of_few_failures(self) -> bool:
+        """Whether so few failures were seen that the spread of the runs says little about the error of the mean."""
+        return int(self.num_failures.sum()) < FEW_FAILURES
+
+    @property
+    def is_of_few_fallbacks(self) -> bool:
+        """The same for returns to a checkpoint, where these matter: if they are no more than a tenth of that error."""
+        scenario, policy, values = self.scenario, self.policy, self.wall_s
+        if policy.regain == "checkpoint" or self.num_fallbacks.sum() >= FEW_FALLBACKS or np.isinf(values).any():
+            return False
+        number = scenario.work_s / policy.mean_time_to_fallback_s(scenario)
+        found = Estimate.of(values)
+        cost_s = number * fallback_cost_s(scenario, policy, self.checkpoint_interval_s)
+        return cost_s > 0.1 * (found.high - found.mean) and (number * values.size > 0.01)
+
+    def _estimate(self, per_s: float) -> Estimate:
+        """Estimate of the wall time in some unit, with an interval that allows for events that are rare.
+
+        With few failures, their number has an exact Poisson bound; above it counts with the cost of the costlier kind
+        of failure, for those that have been seen may be the cheap ones.
+        """
+        if np.isinf(self.wall_s).any():
+            return Estimate.of(self.wall_s)
+        found, num_runs = Estimate.of(self.wall_s * per_s), self.wall_s.size
+        if self.is_of_few_failures:
+            number = int(self.num_failures.sum())
+            low, high = poisson_interval(number)
+            cost_s = failure_cost_s(self.scenario, self.policy, self.checkpoint_interval_s)
+            lost_s = max(0.0, float(self.wall_s.mean()) - self._undisturbed_s)
+            most_s = high * max(cost_s, lost_s * num_runs / max(number, 1)) / num_runs
+            found = found.reaching((1 - low / max(number, 1)) * lost_s * per_s, (most_s - lost_s) * per_s)
+        if self.is_of_few_fallbacks:
+            number = int(self.num_fallbacks.sum())
+            low, high = poisson_interval(number)
+            unit = fallback_cost_s(self.scenario, self.policy, self.checkpoint_interval_s) * per_s / num_runs
+            found = found.blurred((number - low) * unit, (high - number) * unit)
+        return found
+
+    @property
+    def _undisturbed_s(self) -> float:
+        """Time without failures."""
+        scenario = self.scenario
+        num_saves = max(0, math.ceil(scenario.work_s / self.checkpoint_interval_s) - 1)
+        stalled_s = scenario.work_s * (1 + self.policy.stall(scenario))
+        return stalled_s + num_saves * scenario.stages.checkpoint_save_s
 
 
 def simulate(
@@ -135,11 +157,10 @@ def simulate(
         raise ConfigError(f"the policy {policy.name!r} {reason}; change the scenario, or choose another policy.")
     if num_runs < 2:
         raise ConfigError(f"num_runs={num_runs} must be at least 2: intervals come from the spread of the runs.")
-    if scenario.work_s > _MOST_FAILURES * scenario.mtbf_s:
-        raise ConfigError(
-            f"{scenario.work_s:g} s of work with a failure every {scenario.mtbf_s:g} s are more than the "
-            f"{_MOST_FAILURES:,} failures that are simulated in a run. Give less work, or a lower rate of failures."
-        )
+    if seed < 0:
+        raise ConfigError(f"seed={seed} must be at least 0.")
+    check_numbers(at_least_zero={"checkpoint_interval_s": checkpoint_interval_s})
+    scenario.check_number_of_failures()
     of_failures, of_repairs = np.random.default_rng(seed).spawn(2)  # so that all policies meet the same failures
     stream = (failures or ExponentialFailures()).start(
         of_failures, num_runs, scenario.num_nodes, scenario.failures_per_node_hour, lemons or LemonNodes()
@@ -161,7 +182,7 @@ def simulate(
         scenario=scenario,
         policy=policy,
         checkpoint_interval_s=interval_s,
-        wall_s=np.where(jobs.is_done, jobs.now_s, np.inf),
+        wall_s=np.where(jobs.is_done & (jobs.now_s <= GIVE_UP * scenario.work_s), jobs.now_s, np.inf),
         num_failures=jobs.num_failures,
         num_fallbacks=jobs.num_fallbacks,
         spent_s={"work": jobs.kept_s + jobs.since_s, **jobs.spent_s},

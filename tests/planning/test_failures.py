@@ -90,6 +90,9 @@ def test_equal_seeds_give_equal_failures():
     [
         (lambda: WeibullFailures(shape=0), "shape=0 of a Weibull"),
         (lambda: LemonNodes(share=1), "share=1 of lemon nodes must be below 1"),
+        (lambda: LemonNodes(fraction=0.1, share=0.0), "share=0 of lemon nodes, with fraction=0.1"),
+        (lambda: TraceFailures(times_s=(float("nan"),), nodes=(0,), duration_s=1), "must be finite numbers"),
+        (lambda: TraceFailures(times_s=(0.5, float("nan")), nodes=(0, 1), duration_s=1), "must be finite numbers"),
         (lambda: LemonNodes(exclude_after=-1), "exclude_after=-1"),
         (lambda: TraceFailures(times_s=(), nodes=(), duration_s=1), "at least one failure"),
         (lambda: TraceFailures(times_s=(1, 2), nodes=(1,), duration_s=9), "2 times and 1 nodes"),

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,11 +48,14 @@ def test_a_plan_orders_the_policies_as_they_should_be():
     plan = make_plan(SCENARIO, num_runs=50)
     means = {each.policy.name: each.runs.time_ratio.mean for each in plan.policies}
     assert list(means) == [policy.name for policy in RECOVERY_POLICIES]
-    ordered = ("checkpoint restart", "snapshots", "checkpointless", "elastic", "spares", "standby")
+    ordered = (
+        "checkpoint restart", "snapshots", "checkpointless", "restart + spares", "restart + standby", "elastic",
+        "spares", "standby",
+    )  # fmt: skip
     assert sorted(means, key=means.__getitem__, reverse=True) == list(ordered)
     for each in plan.policies:
         price = each.runs.price
-        num_nodes = 260 if each.policy.name in ("spares", "standby") else 256
+        num_nodes = 260 if each.policy.name.endswith(("spares", "standby")) else 256
         assert price.mean == pytest.approx(each.runs.wall_s.mean() / 3600 * num_nodes * 8 * 2)
         assert price.low < price.mean < price.high
 
@@ -64,10 +69,29 @@ def test_the_table_has_a_line_for_each_policy_and_says_where_formulas_do_not_hol
     assert noted[0].startswith("checkpoint restart: the closed form (")
 
 
+def test_policies_are_compared_with_a_restart_of_equal_capacity():
+    plan = make_plan(SCENARIO, num_runs=20)
+    means = {each.policy.name: each.runs.time_ratio.mean for each in plan.policies}
+    rows = {each["policy"]: each for each in plan.as_dict()["policies"]}
+    for name, restart in {
+        "snapshots": "checkpoint restart", "checkpointless": "checkpoint restart", "elastic": "checkpoint restart",
+        "spares": "restart + spares", "standby": "restart + standby",
+    }.items():  # fmt: skip
+        assert rows[name]["against"] == restart
+        assert rows[name]["nodes"] == rows[restart]["nodes"]
+        change = means[name] / means[restart] - 1
+        assert rows[name]["against_restart"] == pytest.approx(change)
+        assert any(line.startswith(name) and f" {100 * change:+.1f} % " in line for line in plan.lines())
+    assert rows["restart + spares"]["against_restart"] is None
+    assert rows["standby"]["against_restart"] > means["standby"] / means["checkpoint restart"] - 1
+
+
 def test_policies_that_do_not_suit_the_job_say_why():
     plan = make_plan(replace(SCENARIO, num_replicas=1, num_spares=0), num_runs=5)
     assert [each.policy.name for each in plan.policies] == ["checkpoint restart", "snapshots"]
     assert dict(plan.refused) == {
+        "restart + spares": "needs at least 1 spare node",
+        "restart + standby": "needs at least 1 spare node",
         "checkpointless": "needs at least 2 replicas",
         "elastic": "needs at least 2 replicas",
         "spares": "needs at least 2 replicas",
@@ -107,6 +131,32 @@ def test_spares_are_as_many_as_needed():
     assert spares_for(replace(SCENARIO, node_loss_fraction=0.0)) == 1
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "repair_s", "number"),
+    [(2, 20_000.0, None), (64, 20_000.0, 21), (4, 36_000.0, None), (4, 40_000.0, None), (64, 2400.0, 6)],
+)
+def test_no_more_replicas_are_recommended_than_there_are_nodes(num_nodes, repair_s, number):
+    stages = StageTimes(repair_s=repair_s)
+    scenario = Scenario(num_nodes=num_nodes, failures_per_node_hour=0.14, work_s=DAY_S, stages=stages)
+    plan = make_plan(scenario, num_runs=2)
+    assert plan.as_dict()["sizes"]["replicas"] == number
+    told = "none suffices" if number is None else f"{number} "
+    assert any(line.split(maxsplit=1)[1].startswith(told) for line in plan.lines() if line.startswith("replicas "))
+
+
+@pytest.mark.parametrize("stages", [StageTimes(), StageTimes(detect_s=6000.0), StageTimes(repair_s=36_000.0)])
+def test_spares_are_the_fewest_with_which_1_percent_of_lost_nodes_find_none(stages):
+    """Nodes are away from their failure until they are repaired, so that a Poisson number is away."""
+    scenario = replace(SCENARIO, stages=stages)
+    number, lost = spares_for(scenario), scenario.node_loss_fraction
+    mean = (stages.detect_s + stages.repair_s) / (scenario.mtbf_s / lost)
+    none_left = [
+        1 - sum(math.exp(-mean) * mean**away / math.factorial(away) for away in range(spares))
+        for spares in (number - 1, number)
+    ]
+    assert none_left[1] <= 0.01 < none_left[0]
+
+
 def test_the_command_prints_tables_and_json(capsys):
     text = printed(capsys, *JOB, "--price", "2")
     assert text.startswith("64 nodes x 8 accelerators, 4 replicas, 10 days of work")
@@ -119,6 +169,16 @@ def test_the_command_prints_tables_and_json(capsys):
         wall_s = each["time_ratio"]["mean"] * 10 * DAY_S
         assert sum(each["spent_s"].values()) == pytest.approx(wall_s), "the parts are the whole"
     assert plan["sizes"]["spares"] >= 1
+
+
+def test_output_that_nobody_reads_is_no_error(monkeypatch):
+    """As with `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "--preset", "seeds"]) == 0
+        monkeypatch.undo()
 
 
 def test_equal_arguments_print_equal_plans(capsys):
@@ -202,6 +262,13 @@ def test_degrees_that_fit_give_the_replicas(capsys, tmp_path):
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--model", "nowhere"], "--model nowhere is no folder"),
         (["--nodes", "4", "--days", "1", "--trace", "nowhere"], "--trace nowhere cannot be read as JSON"),
         (["--nodes", "9999", "--days", "99", "--mtbf-hours", "0.01"], "Give less work, or a lower rate of failures"),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1e-300"], "Give less work, or a lower rate of failures"),
+        (
+            ["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--detect-s", "1e300"],
+            "detect_s=1e+300 must be at most",
+        ),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--repair-s", "9e9"], "spares are computed for at most"),
+        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--seed", "-1"], "seed=-1 must be at least 0"),
         (["--preset", "flowers"], "invalid choice"),
         (["--days", "1", "--steps", "1"], "not allowed with"),
     ],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.planning.estimate import Estimate
 from hyperpod_plugins.planning.expected_time import forecast
 from hyperpod_plugins.planning.failures import (
     NO_LEMONS,
@@ -16,7 +17,7 @@ from hyperpod_plugins.planning.failures import (
     WeibullFailures,
 )
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RetryChain, Scenario, StageTimes
-from hyperpod_plugins.planning.simulation import SPENT, Estimate, simulate
+from hyperpod_plugins.planning.simulation import SPENT, simulate
 
 DAY = 86400.0
 POLICIES = {policy.name: policy for policy in RECOVERY_POLICIES}
@@ -51,6 +52,8 @@ def one_run(policy, *failures, scenario=BY_HAND):
     [
         # At 350 s, three checkpoints are complete (every 110 s) and 20 s of work are not in one.
         ("checkpoint restart", 1385, {"redone": 20, "saves": 90, "detect": 5, "waiting": 200, "recovery": 70}),
+        ("restart + spares", 1215, {"redone": 20, "saves": 90, "detect": 5, "waiting": 30, "recovery": 70}),
+        ("restart + standby", 1185, {"redone": 20, "saves": 90, "detect": 5, "recovery": 70}),
         ("snapshots", 1309, {"redone": 4, "saves": 90, "detect": 5, "waiting": 200, "recovery": 10}),
         ("checkpointless", 1309, {"redone": 4, "saves": 90, "detect": 5, "waiting": 200, "recovery": 10}),
         ("spares", 1139, {"redone": 4, "saves": 90, "detect": 5, "waiting": 30, "recovery": 10}),
@@ -62,7 +65,7 @@ def test_one_failure(policy, wall_s, spent):
     assert found == pytest.approx(spent)
     assert found_s == pytest.approx(wall_s)
     assert runs.num_failures[0] == 1
-    assert runs.num_fallbacks[0] == (policy == "checkpoint restart")
+    assert runs.num_fallbacks[0] == ("restart" in policy)
 
 
 def test_one_failure_of_a_job_that_shrinks():
@@ -113,6 +116,19 @@ def test_the_last_copy_of_a_shard(policy, second, fallbacks):
 
 def test_copies_are_there_again_after_a_recovery():
     assert one_run("checkpointless", (350.0, 1), (600.0, 3))[2].num_fallbacks[0] == 0
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_the_closed_form_counts_each_pair_of_buddies_once(num_nodes):
+    stages = StageTimes(repair_s=600.0)
+    scenario = Scenario(
+        num_nodes=num_nodes, failures_per_node_hour=0.1, work_s=60 * DAY, num_replicas=1, node_loss_fraction=1.0,
+        stages=stages,
+    )  # fmt: skip
+    policy = POLICIES["snapshots"]
+    runs = simulate(scenario, policy, num_runs=100, lemons=NO_LEMONS)
+    expected = runs.wall_s.sum() / policy.mean_time_to_fallback_s(scenario)
+    assert runs.num_fallbacks.sum() == pytest.approx(expected, rel=0.15)
 
 
 def test_a_shrunk_job_without_copies_goes_back_to_its_checkpoint():
@@ -172,7 +188,7 @@ def test_closed_forms_are_within_the_interval_where_they_hold(scenario, policy, 
 
 
 def test_limits_are_named_only_where_they_must_be():
-    assert len(COMPARED) == 29  # as the guide says
+    assert len(COMPARED) == 41  # as the guide says
     assert {policy.name for _, policy in COMPARED.values()} == set(POLICIES)
     for scenario in SCENARIOS.values():
         for policy in RECOVERY_POLICIES:
@@ -292,10 +308,22 @@ def test_a_hopeless_run_is_given_up():
     ).time_ratio > 10  # fmt: skip
 
 
+@pytest.mark.parametrize(("repair_s", "is_given_up"), [(8800.0, False), (8830.0, True)])
+def test_a_run_is_given_up_at_10_times_its_work_however_rare_failures_are(repair_s, is_given_up):
+    """One failure makes the run take 1,185 s and the repair."""
+    scenario = replace(BY_HAND, stages=replace(BY_HAND.stages, repair_s=repair_s))
+    trace = TraceFailures(times_s=(350.0,), nodes=(1,), duration_s=1e6, starts_anywhere=False)
+    policy = POLICIES["checkpoint restart"]
+    runs = simulate(scenario, policy, failures=trace, num_runs=2, checkpoint_interval_s=100.0)
+    assert np.isinf(runs.wall_s).tolist() == [is_given_up] * 2
+    assert is_given_up or runs.wall_s == pytest.approx([1185 + repair_s] * 2)
+    assert math.isinf(runs.time_ratio.mean) == is_given_up
+
+
 def test_estimates():
     estimate = Estimate.of(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert estimate.mean == 3
-    assert estimate.high - estimate.mean == pytest.approx(2.776 * math.sqrt(2.5 / 5), rel=0.03)  # Student, 4 degrees
+    assert estimate.high - estimate.mean == pytest.approx(2.776 * math.sqrt(2.5 / 5))  # Student, 4 degrees
     assert (estimate.p05, estimate.p95) == (1.2, 4.8)
     assert estimate.holds(2)
     assert not estimate.holds(0.9)
@@ -311,6 +339,11 @@ def test_estimates():
         (lambda: replace(MIDDLE, measured={"repair": (1.0,)}), "measured times of repair; allowed are step_s"),
         (lambda: replace(MIDDLE, measured={"repair_s": ()}), "measured times of repair_s are empty"),
         (lambda: StageTimes(repair_s=-1), "repair_s=-1"),
+        (lambda: StageTimes.means_of({"repair_s": []}), "measured times of repair_s are empty"),
+        (lambda: StageTimes.means_of({"x": [1]}), "measured times of x; allowed are step_s"),
+        (lambda: StageTimes(detect_s=1e300), r"detect_s=1e\+300 must be at most"),
+        (lambda: RetryChain(max_retries=1.5), "max_retries=1.5 must be a whole number"),
+        (lambda: simulate(MIDDLE, POLICIES["spares"], seed=-1), "seed=-1 must be at least 0"),
         (lambda: RetryChain(first_fails=2), "first_fails=2 must be a probability"),
         (lambda: simulate(replace(MIDDLE, num_spares=0), POLICIES["spares"]), "'spares' needs at least 1 spare"),
         (lambda: simulate(replace(MIDDLE, num_replicas=1), POLICIES["elastic"]), "needs at least 2 replicas"),
@@ -321,3 +354,12 @@ def test_estimates():
 def test_bad_input_is_named(call, told):
     with pytest.raises(ConfigError, match=told):
         call()
+
+
+@pytest.mark.parametrize("interval_s", [-5.0, math.nan, math.inf])
+def test_an_interval_must_be_a_finite_time(interval_s):
+    with pytest.raises(ConfigError, match="checkpoint_interval_s="):
+        simulate(MIDDLE, POLICIES["standby"], num_runs=2, checkpoint_interval_s=interval_s)
+    models = {"failures": ExponentialFailures(), "lemons": NO_LEMONS}
+    with pytest.raises(ConfigError, match="checkpoint_interval_s="):
+        forecast(MIDDLE, POLICIES["standby"], **models, checkpoint_interval_s=interval_s)
