@@ -88,10 +88,13 @@ def test_the_strategy_and_plain_torch_are_compared_on_the_same_curve(tmp_path):
 
 
 def test_context_parallelism_is_compared_on_the_same_losses(run_ranks):
-    for key_value_heads in (8, 1):
-        ways = [run_ranks(context.train, range(2), degree, key_value_heads, 32, world_size=2) for degree in (1, 2)]
-        for alone, together in zip(*ways, strict=True):
-            assert together == pytest.approx(alone, rel=1e-6)
+    for key_value_heads, comm_types in ((8, ("a2a",)), (1, ("all_gather", "p2p"))):
+        sizes = (key_value_heads, 32)
+        alone = run_ranks(context.train, range(2), 1, "auto", *sizes, world_size=2)
+        for comm_type in comm_types:
+            together = run_ranks(context.train, range(2), 2, comm_type, *sizes, world_size=2)
+            for one, other in zip(alone, together, strict=True):
+                assert other == pytest.approx(one, rel=1e-6)
 
 
 def test_every_way_to_read_gives_a_first_batch_after_a_restart(tmp_path):
