@@ -23,7 +23,6 @@ from hyperpod_plugins.elastic.store.records import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
 from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, processes, run_chaos, select_agents
 from hyperpod_plugins.fault_injection.faults import FaultKind
-from hyperpod_plugins.planning.plan_command import add_plan_arguments, plan_text
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
 from hyperpod_plugins.recovery.rehearsal_jobs import REHEARSED_PHASES, RehearsalPlan, format_table, rehearse
 
@@ -180,7 +179,15 @@ def _rehearse(arguments: argparse.Namespace) -> int:
     return 0 if all(result.is_good for result in results) else 1
 
 
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.planning.plan_command import add_plan_arguments  # imports what other commands do not need
+
+    add_plan_arguments(parser)
+
+
 def _plan(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.planning.plan_command import plan_text
+
     lines, is_good = plan_text(arguments)
     for line in lines:
         _print(line)
@@ -197,7 +204,7 @@ COMMANDS = (
     Command(
         name="plan",
         summary="expected time and price of a job by policy of recovery, simulated and by closed forms",
-        add_arguments=add_plan_arguments,
+        add_arguments=_add_plan_arguments,
         run=_plan,
     ),
     Command(
@@ -227,8 +234,8 @@ COMMANDS = (
 )
 
 
-def get_parser() -> argparse.ArgumentParser:
-    """The parser of `hyperpod`, with all commands and their options."""
+def get_parser(asked: str = "") -> argparse.ArgumentParser:
+    """The parser of `hyperpod`, with all commands, and the options of the one that is asked for, or of all."""
     parser = argparse.ArgumentParser(prog="hyperpod", description="Tools for jobs that survive faults.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -238,14 +245,16 @@ def get_parser() -> argparse.ArgumentParser:
             description=command.summary,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        command.add_arguments(sub)
+        if asked in ("", command.name):
+            command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for a `HyperPodError`, as argparse for bad input; 130 for Ctrl-C."""
-    arguments = get_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = get_parser(next((each for each in given if not each.startswith("-")), "")).parse_args(given)
     try:
         return arguments.run(arguments)
     except HyperPodError as error:
@@ -258,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(line: str) -> None:
     try:
         print(printable(line), flush=True)  # noqa: T201  (text from a store may contain escape sequences)
-    except BrokenPipeError:  # nobody reads any more, as with `| head`: this line and all others go nowhere
+    except BrokenPipeError:  # the reader is gone, as with `| head`: this line and all others go nowhere
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
@@ -62,6 +63,11 @@ class ContextAttention:
     def exchanges_heads(self) -> bool:
         """Whether each rank has whole sequences of some heads."""
         return self.comm_type == "a2a"
+
+    @property
+    def is_causal_alone(self) -> bool:
+        """Whether plain causal attention takes no mask."""
+        return self.comm_type != "all_gather"
 
     @property
     def name(self) -> str:
@@ -408,7 +414,7 @@ def _mask(
             f"asks for another mask ({getattr(mask_function, '__qualname__', mask_function)})."
         )
     is_whole = sequences.documents is None and sequences.padding is None
-    if attention.comm_type != "all_gather" and is_whole and not is_windowed(mask_function):
+    if attention.is_causal_alone and is_whole and not is_windowed(mask_function):
         return None
     if sequences.documents is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequences.positions, sequences.documents)
@@ -487,7 +493,7 @@ def _attention(
     window = kwargs.get("sliding_window")
     rows = layout.length if layout.exchanges_heads else layout.local_length
     if mask is None:
-        is_exact = attention.comm_type != "all_gather" and (window is None or window >= layout.length)
+        is_exact = attention.is_causal_alone and (window is None or window >= layout.length)
     else:
         is_exact = tuple(mask.shape[2:]) == (rows, layout.length)
     is_causal = kwargs.get("is_causal", True) is not False and getattr(module, "is_causal", True)
@@ -498,20 +504,52 @@ def _attention(
             f"mask of its own, a cache, a bias ({', '.join(others) or 'none'}), or is not causal. Use "
             "context_parallel_degree=1."
         )
+    if kwargs.get("s_aux") is not None:
+        num_columns = 0  # a token that may attend to none attends to the sink
+    return attend_as(attention, module, query, key, value, mask, layout, group, num_columns, **kwargs), None
+
+
+def attend_as(
+    attention: ContextAttention,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    layout: SequenceLayout,
+    group: dist.ProcessGroup,
+    num_columns: int = 0,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute attention of whole sequences for a layer of transformers; see `attend` and `attend_in_ring`.
+
+    Args:
+        attention: how it is computed.
+        module: attention layer of the model, whose arguments `kwargs` are.
+        query: see `attend`, and so for all that follow.
+        key: see there.
+        value: see there.
+        mask: see there.
+        layout: see there.
+        group: see there.
+        num_columns: see there.
+        **kwargs: passed on to the attention of one process.
+
+    Raises:
+        ConfigError: it has dropout, and goes round a ring.
+    """
     if attention.comm_type == "p2p":
         refuse_dropout(kwargs.get("dropout", 0.0))
-        return attend_in_ring(query, key, value, mask, layout, group, scale=kwargs.get("scaling")), None
-    inner = inner_attention(attention.kind, module)
+        return attend_in_ring(query, key, value, mask, layout, group, scale=kwargs.get("scaling"))
+    inner = _inner_attention(attention.kind, module)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return inner(module, query, key, value, mask, **kwargs)[0]
 
-    if kwargs.get("s_aux") is not None:
-        num_columns = 0  # a token that may attend to none attends to the sink
-    return attend(compute, query, key, value, mask, layout, group, num_columns=num_columns), None
+    return attend(compute, query, key, value, mask, layout, group, num_columns=num_columns)
 
 
-def inner_attention(kind: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
+def _inner_attention(kind: str, module: Any) -> Callable[..., tuple[Tensor, Any]]:
     """Return the attention of one process, `sdpa` or `eager`, for a layer of transformers."""
     if kind == "sdpa":
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -111,7 +111,7 @@ def balance_experts(
     if method == "bias" and any(isinstance(part, FSDPModule) for part in model.modules()):
         raise ConfigError("balance_experts(method='bias') must be called before the model is sharded.")
     if method == "bias":
-        refuse_peft(model)
+        refuse_peft(model.modules())
     routers = _routers_of(language_model)
     _refuse_own_forward({"": language_model, **routers})
     weights = _all_weights(routers, method)

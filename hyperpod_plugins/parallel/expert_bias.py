@@ -117,7 +117,11 @@ def move_bias_of(router: nn.Module, rate: float) -> None:
 
 def routers_with_moving_bias(model: nn.Module) -> list[nn.Module]:
     """Return the routers of a model whose biases move."""
-    return [part for part in model.modules() if getattr(part, _RATE, 0.0)]
+    return _with_moving_bias(model.modules())
+
+
+def _with_moving_bias(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    return [part for part in parts if getattr(part, _RATE, 0.0)]
 
 
 def balanced_parts(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
@@ -144,8 +148,9 @@ def counting_tokens(language_model: nn.Module, counted: Tensor | None) -> Genera
         language_model: with routers whose biases move.
         counted: which tokens count, `(batch x length,)`; None for all.
     """
-    routers = routers_with_moving_bias(language_model)
-    forward = _begin(language_model, routers, counted)
+    parts = list(language_model.modules())
+    routers = _with_moving_bias(parts)
+    forward = _begin(parts, routers, counted)
     for router in routers:
         vars(router)[_FORWARD] = forward
     try:
@@ -166,24 +171,27 @@ class _Forward:
 
 
 @_disable_dynamo
-def _begin(language_model: nn.Module, routers: Sequence[nn.Module], counted: Tensor | None) -> _Forward:
+def _begin(parts: Sequence[nn.Module], routers: Sequence[nn.Module], counted: Tensor | None) -> _Forward:
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-    is_trained = any(each.requires_grad for each in language_model.parameters())
+    is_trained = any(each.requires_grad for part in parts for each in part.parameters(recurse=False))
     if is_trained:
-        refuse_peft(language_model)
+        refuse_peft(parts)
         _refuse_replicas(routers)
         _refuse_other_types(routers)
     return _Forward(counted, is_trained=is_trained)
 
 
-def refuse_peft(model: nn.Module) -> None:
+def refuse_peft(parts: Iterable[nn.Module]) -> None:
     """Refuse models with parts of PEFT: what it saves holds no biases, which would be lost.
+
+    Args:
+        parts: all modules of the model.
 
     Raises:
         ConfigError: the model has one.
     """
-    part = next((part for part in model.modules() if type(part).__module__.startswith("peft.")), None)
+    part = next((part for part in parts if type(part).__module__.startswith("peft.")), None)
     if part is not None:
         raise ConfigError(
             f"balance_experts(method='bias') is not served for a model with parts of PEFT ({type(part).__name__}): "

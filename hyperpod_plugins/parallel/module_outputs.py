@@ -55,21 +55,22 @@ def hidden_tensors(output: Any) -> list[Tensor]:
 
     Leaves, such as a parameter that an object holds on to, are no outputs.
     """
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    hidden, plain, seen = dict[int, Tensor](), set[int](), set[int]()
     waiting: deque[tuple[Any, bool]] = deque([(output, False)])
     while waiting and len(seen) < _MOST_VALUES:
         value, is_hidden = waiting.popleft()
         if isinstance(value, Tensor):
-            if is_hidden and value.grad_fn is not None:
-                found[id(value)] = value
+            if not is_hidden:
+                plain.add(id(value))
+            elif value.grad_fn is not None:
+                hidden[id(value)] = value
         elif not isinstance(value, _HOLD_NO_OUTPUTS) and id(value) not in seen:
             seen.add(id(value))
             held = _items_of(value)
             are_seen = isinstance(value, _SEEN_BY_TORCH)
             waiting.extend((each, is_hidden or not are_seen) for each in held)
             waiting.extend((each, True) for each in _attributes_of(value))
-    return list(found.values())
+    return [each for key, each in hidden.items() if key not in plain]  # outputs of transformers are both
 
 
 def _items_of(value: Any) -> Iterable[Any]:

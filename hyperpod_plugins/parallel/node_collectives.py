@@ -38,6 +38,7 @@ NodeCollectives = bool | Literal["auto"]
 _NUM_TRIALS, _NUM_WARM = 15, 3
 _MOST_BYTES = 2**26
 """Of a gathered unit that is measured."""
+_TWO_STAGES, _ONE_STAGE = "two stages", "one stage"
 _GAIN = 0.95
 """Two stages must take less than this part of the time, so that noise does not choose them."""
 
@@ -74,12 +75,12 @@ def _is_faster(gather: "NodeAllGather", units: Iterable[nn.Module], mesh: Device
     """Whether gathers in two stages are faster for the largest of some units, as all ranks of the job have found."""
     group, world = mesh.get_group(mesh.ndim - 1), dist.group.WORLD
     store = world.root_store if isinstance(world, ResilientProcessGroup) else None
-    key = f"node_gathers/{group.size()}"
-    if group_health.suppresses_collectives:  # a replacement: the others have measured
-        assert store is not None
-        return store.check([key]) and store.get(key) == b"two stages"
-    own = max(sum(each.nbytes for each in unit.parameters()) for unit in units) // group.size()
-    own = max(1, min(own, _MOST_BYTES // group.size()))
+    own = _part_bytes(units, group.size())
+    key = _store_key(gather, own, group.size())
+    if store is not None and store.check([key]):  # all ranks have measured before, or this process replaces another
+        return store.get(key) == _TWO_STAGES.encode()
+    if group_health.suppresses_collectives:
+        return False  # the others have not come so far
     device = torch.device(mesh.device_type)
     given = torch.zeros(own, dtype=torch.uint8, device=device)
     taken = torch.empty(own * group.size(), dtype=torch.uint8, device=device)
@@ -103,7 +104,7 @@ def _is_faster(gather: "NodeAllGather", units: Iterable[nn.Module], mesh: Device
     flat, staged = slowest.tolist()
     is_faster = 0.0 < staged < _GAIN * flat
     if store is not None:
-        store.set(key, "two stages" if is_faster else "one")
+        store.set(key, _TWO_STAGES if is_faster else _ONE_STAGE)
     if dist.get_rank() == 0:
         log.warning(
             'node_collectives="auto": gathers of %.1f MiB take %.2f ms in two stages and %.2f ms in one, so they have '
@@ -114,6 +115,16 @@ def _is_faster(gather: "NodeAllGather", units: Iterable[nn.Module], mesh: Device
             "two" if is_faster else "one",
         )
     return is_faster
+
+
+def _part_bytes(units: Iterable[nn.Module], num_ranks: int) -> int:
+    """What a rank has of the largest unit, or of as much of it as is measured."""
+    largest = max(sum(each.nbytes for each in unit.parameters()) for unit in units)
+    return max(1, min(largest, _MOST_BYTES) // num_ranks)
+
+
+def _store_key(gather: "NodeAllGather", part_bytes: int, num_ranks: int) -> str:
+    return f"node_gathers/{gather.num_nodes}x{num_ranks // gather.num_nodes}/{part_bytes}"
 
 
 def _synchronize(device: torch.device) -> None:
@@ -132,6 +143,11 @@ class _Buffers:
             across: one rank on each node: those with the same index on it.
         """
         self._within, self._across = within, across
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the shard axis."""
+        return self._across.size()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new tensor."""
@@ -152,7 +168,7 @@ class NodeAllGather(_Buffers):
             group: the shard group, whose ranks are node by node.
             async_op: ignored: when this returns, the result is there, or queued as that of any collective.
         """
-        num_nodes = self._across.size()
+        num_nodes = self.num_nodes
         received = torch.empty(num_nodes, input_tensor.numel(), dtype=input_tensor.dtype, device=input_tensor.device)
         dist.all_gather_into_tensor(received.view(-1), input_tensor, group=self._across)
         for of_node, part in zip(output_tensor.view(num_nodes, -1), received, strict=True):
@@ -176,7 +192,7 @@ class NodeReduceScatter(_Buffers):
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        num_nodes = self._across.size()
+        num_nodes = self.num_nodes
         sums = torch.empty(num_nodes, output_tensor.numel(), dtype=input_tensor.dtype, device=input_tensor.device)
         for of_node, part in zip(input_tensor.view(num_nodes, -1), sums, strict=True):
             dist.reduce_scatter_tensor(part, of_node, op=op, group=self._within)

@@ -88,8 +88,7 @@ class _Ring:
         work: Any = dist.all_to_all_single(taken, given, received, sent, group=self.group, async_op=True)
 
         def wait() -> list[Tensor]:
-            if work is not None:
-                work.wait()
+            work.wait()
             parts = taken.split([each.nbytes for each in tensors])
             return [part.view(each.dtype).view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 

@@ -41,13 +41,26 @@ class ContextDegrees:
         """Group of the ranks that have parts of the same sequences."""
         return context_group(self.shard_degree, self.tensor_degree, self.context_degree)
 
-    def way_of(self, num_heads: int, num_key_value_heads: int) -> ContextCommType:
-        """Return how attention with so many heads communicates, which tensor peers may divide among them.
+    def way_of(self, num_heads: int, num_key_value_heads: int) -> Literal["a2a", "all_gather", "p2p"]:
+        """Return how attention with so many heads communicates.
+
+        Tensor peers may divide the heads among them, or each have all.
 
         Raises:
             ConfigError: ranks are to exchange heads, and cannot share them equally.
         """
-        return comm_type_of(self.comm_type, self.context_degree, self.tensor_degree, num_heads, num_key_value_heads)
+        degree, peers, heads = self.context_degree, self.tensor_degree, (num_heads, num_key_value_heads)
+        shares = all(each % (peers * degree) == 0 for each in heads)
+        if self.comm_type == "a2a" and not shares:
+            raise ConfigError(
+                f"context_comm_type='a2a', but {degree} ranks of a context group"
+                f"{f' with {peers} tensor peers each' * (peers > 1)} cannot share {num_heads} heads and "
+                f"{num_key_value_heads} heads of keys and values equally. Use 'all_gather', 'p2p' or 'auto', or "
+                "another context_parallel_degree."
+            )
+        if self.comm_type == "auto":
+            return "a2a" if shares else "all_gather"
+        return self.comm_type
 
 
 class SequenceContext:
@@ -183,29 +196,6 @@ class SequenceContext:
         if self._group is None:
             return total / count
         return mean_over_context(total * self._layout.degree / count, self._group)
-
-
-def comm_type_of(
-    asked: ContextCommType, degree: int, tensor_degree: int, num_heads: int, num_key_value_heads: int
-) -> Literal["a2a", "all_gather", "p2p"]:
-    """Return how the ranks of a context group communicate for attention with so many heads.
-
-    Tensor peers may divide the heads among them, or each have all.
-
-    Raises:
-        ConfigError: they are to exchange heads, and cannot share them equally.
-    """
-    shares = all(heads % (tensor_degree * degree) == 0 for heads in (num_heads, num_key_value_heads))
-    if asked == "a2a" and not shares:
-        raise ConfigError(
-            f"context_comm_type='a2a', but {degree} ranks of a context group"
-            f"{f' with {tensor_degree} tensor peers each' * (tensor_degree > 1)} cannot share {num_heads} heads and "
-            f"{num_key_value_heads} heads of keys and values equally. Use 'all_gather', 'p2p' or 'auto', or another "
-            "context_parallel_degree."
-        )
-    if asked == "auto":
-        return "a2a" if shares else "all_gather"
-    return asked
 
 
 def _check_heads(query: Tensor, key: Tensor, num_heads: int, num_key_value_heads: int) -> None:

@@ -150,23 +150,28 @@ def reconcile_gradients(
     for watch in watches:
         watch.refuse_lost_gradients()
     largest = _reconcile([watch for watch in watches if watch.trace], flag)
-    shards = (
-        None if optimizers is None else {id(each) for optimizer in optimizers for each in _parameters_of(optimizer)}
-    )
-    for watch in watches if ends_step else ():
-        watch.end_step(shards)
+    if ends_step:
+        _end_step(watches, optimizers)
     return largest
 
 
 def reconcile_gradients_of(optimizer: Optimizer, flag: torch.Tensor | None = None) -> int:
     """Like `reconcile_gradients`, for the models whose parameters an optimizer holds, right before it steps."""
-    watches = _watches_of_optimizer(optimizer)
-    largest = _reconcile(watches, flag)
-    moving = [watch for watch in (each() for each in _watches) if watch is not None and watch.has_due_biases]
-    shards = {id(parameter) for parameter in _parameters_of(optimizer)} if moving else set[int]()
+    largest = _reconcile(_watches_of_optimizer(optimizer), flag)
+    _end_step(_present_watches(), [optimizer])
+    return largest
+
+
+def _end_step(watches: Sequence["UnitTrace"], optimizers: Sequence[Optimizer] | None) -> None:
+    """Move the biases that are due, of all language models or of those whose parameters these optimizers hold."""
+    moving = [watch for watch in watches if watch.has_due_biases]
+    if not moving:
+        return
+    shards = (
+        None if optimizers is None else {id(each) for optimizer in optimizers for each in _parameters_of(optimizer)}
+    )
     for watch in moving:
         watch.end_step(shards)
-    return largest
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -189,12 +194,12 @@ def _settle_before_step(
     """Step pre-hook for loops that step their optimizers themselves; has nothing to do in a `StepTransaction`."""
     reconcile_gradients_of(optimizer)
     stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
-    for watch in (each() for each in _watches):
-        if watch is not None:
-            watch.begin_update(stepped)
-            watch.reshard(stepped)
+    present = _present_watches()
+    for watch in present:
+        watch.begin_update(stepped)
+        watch.reshard(stepped)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or not any(each.moves_biases_for(stepped) for each in _present_watches()):
+    if closure is None or not any(watch.moves_biases_for(stepped) for watch in present):
         return None
     checked = _without_moves(closure, stepped)
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
@@ -225,7 +230,7 @@ def _without_moves(closure: Callable[[], Any], shards: Container[int]) -> Callab
 
 def _watches_of_optimizer(optimizer: Optimizer) -> list["UnitTrace"]:
     """Return the watches of models that ran since they were settled and hold a parameter of `optimizer`."""
-    present = [watch for watch in (each() for each in _watches) if watch is not None and watch.has_run]
+    present = [watch for watch in _present_watches() if watch.has_run]
     parameters = _parameters_of(optimizer) if present else []
     found = [watch for watch in present if watch.holds_any(parameters)]
     for watch in found:
@@ -247,12 +252,11 @@ def check_next_step(model: nn.Module) -> None:
     own = _watches_of(model)
     for watch in own:
         watch.num_checked_steps = 1
-    for watch in (each() for each in _watches):
-        if watch is not None:
-            watch.without_gradients.clear()
-            if not any(each is watch for each in own):
-                watch.num_checked_steps = 1
-                watch.forget()
+    for watch in _present_watches():
+        watch.without_gradients.clear()
+        if not any(each is watch for each in own):
+            watch.num_checked_steps = 1
+            watch.forget()
 
 
 def refuse_kept_gradients(model: nn.Module) -> None:
@@ -458,10 +462,9 @@ class UnitTrace:
         Also looks at networks beside this one that the step's gradients have flowed through.
         """
         told: list[str] = []
-        for watch in (each() for each in _watches):
-            if watch is not None:
-                compared = [each for each in watch.without_gradients.values() if watch is self or each.is_of_step]
-                told += [watch._evaluation_message(each) for each in compared if not each.agrees()]
+        for watch in _present_watches():
+            compared = [each for each in watch.without_gradients.values() if watch is self or each.is_of_step]
+            told += [watch._evaluation_message(each) for each in compared if not each.agrees()]
         return " ".join(told)
 
     def _evaluation_message(self, trace: GatherTrace) -> str:

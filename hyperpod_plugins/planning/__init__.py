@@ -21,8 +21,8 @@ from hyperpod_plugins.planning.memory_plan import (
 from hyperpod_plugins.planning.plan import JobPlan, make_plan
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, RecoveryPolicy, RetryChain, Scenario, StageTimes
 from hyperpod_plugins.planning.simulation import SimulatedRuns, simulate
+from hyperpod_plugins.planning.state_memory import TrainingShape
 from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
-from hyperpod_plugins.planning.training_shape import TrainingShape
 
 __all__ = [
     "Estimate",

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
-from hyperpod_plugins.planning.state_memory import plan_state
+from hyperpod_plugins.planning.state_memory import TrainingShape, plan_state
 from hyperpod_plugins.planning.tracked_step import TrackedStep, language_model_step, track_step
-from hyperpod_plugins.planning.training_shape import TrainingShape
 from hyperpod_plugins.recovery.snapshot import COPIES
 
 GIB = 2**30

@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hyperpod_plugins.comm.work import FinishedWork
 from hyperpod_plugins.errors import NotBuiltYetError
 from hyperpod_plugins.memory.chunked_loss import derived_class
 from hyperpod_plugins.parallel.config import ParallelConfig
-from hyperpod_plugins.parallel.context_attention import SequenceLayout, attend
+from hyperpod_plugins.parallel.context_attention import SequenceLayout
 from hyperpod_plugins.parallel.context_checks import check_split_model
 from hyperpod_plugins.parallel.context_parallel import (
     ContextAttention,
+    attend_as,
     causal_language_models,
-    inner_attention,
     is_windowed,
 )
 from hyperpod_plugins.parallel.expert_exchange import Routes, TokenParts, compute_with_experts
 from hyperpod_plugins.parallel.expert_parallel import find_experts
 from hyperpod_plugins.parallel.hsdp import outermost_blocks
-from hyperpod_plugins.parallel.ring_attention import attend_in_ring
 from hyperpod_plugins.parallel.sequence_context import ContextDegrees
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
 from hyperpod_plugins.parallel.tensor_styles import keep_one_rank
@@ -44,8 +44,9 @@ class SilentGroup(dist.ProcessGroup):
         """Be rank 0 of so many."""
         super().__init__(0, size)  # pyright: ignore[reportCallIssue]: torch's stub lacks this constructor
 
-    def all_to_all_single(self, *_: Any, **__: Any) -> Any:
+    def all_to_all_single(self, *_: Any, **__: Any) -> dist.Work:
         """Receive nothing: no other rank exists."""
+        return FinishedWork()
 
     def all_gather_single(self, *_: Any, **__: Any) -> Any:
         """Receive nothing: no other rank exists."""
@@ -103,17 +104,10 @@ def _register(attention: ContextAttention, layout: SequenceLayout, group: dist.P
     def compute_attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        if attention.comm_type == "p2p":
-            return attend_in_ring(query, key, value, mask, layout, group, scale=kwargs.get("scaling")), None
-        inner = inner_attention(attention.kind, module)
-
-        def compute(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return inner(module, query, key, value, mask, **kwargs)[0]
-
-        return attend(compute, query, key, value, mask, layout, group), None
+        return attend_as(attention, module, query, key, value, mask, layout, group, **kwargs), None
 
     def make_mask(*_: Any, mask_function: Any = None, dtype: torch.dtype = torch.float32, **__: Any) -> Tensor | None:
-        if attention.comm_type != "all_gather" and not is_windowed(mask_function):
+        if attention.is_causal_alone and not is_windowed(mask_function):
             return None
         return torch.empty(1, 1, rows, layout.length, dtype=torch.bool if attention.kind == "sdpa" else dtype)
 

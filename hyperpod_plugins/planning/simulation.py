@@ -393,7 +393,7 @@ class _Nodes:
         self._scenario, self._shrinks, self._rng = scenario, policy.capacity == "shrink", rng
         self._draw, self._spares_start = _StageDraws(scenario, rng).draw, policy.capacity == "spare"
         self.away_until_s: Floats = np.zeros((num_runs, scenario.num_nodes))
-        """When a node, or another in its place, is there again (run, node)."""
+        """When a node, or another in its place, is back (run, node)."""
         self._spares_s: Floats = np.zeros((num_runs, policy.num_spares(scenario)))
         """When each spare is there (run, spare)."""
         self._returns_s: Floats = np.full((num_runs, 4 if self._shrinks else 0), np.inf)

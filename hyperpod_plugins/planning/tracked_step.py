@@ -26,9 +26,8 @@ from hyperpod_plugins.planning.rank_part import (
     plan_stream_part,
     plan_tensor_part,
 )
-from hyperpod_plugins.planning.state_memory import stored_dtype
+from hyperpod_plugins.planning.state_memory import TrainingShape, stored_dtype
 from hyperpod_plugins.planning.tracked_memory import TrackedMemory, UncountedPool
-from hyperpod_plugins.planning.training_shape import TrainingShape
 
 _FUSED = "hyperpod_plan"
 _LOGITS = "logits"

@@ -8,7 +8,7 @@ stopped: before a step, or in the rest of the last step's body, which is then re
 
 import logging
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
@@ -115,6 +116,8 @@ class StepComputation:
     """Computes the steps of a loop."""
 
     model: nn.Module
+    optimizers: Sequence[Optimizer]
+    """Theirs are the biases that move with the load of experts."""
     config: ParallelConfig
     backward: Callable[[Tensor], object]
     """Computes the gradients of a loss."""
@@ -181,7 +184,7 @@ class StepComputation:
             total = part if total is None else tree_map(torch.add, total, part)
         checks = self.checks_gradients and not self.max_grad_norm
         flag = gradient_flag(self.model.parameters()) if checks else None
-        are_gradients_finite = not reconcile_gradients(self.model, flag)
+        are_gradients_finite = not reconcile_gradients(self.model, flag, optimizers=self.optimizers)
         norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm) if self.max_grad_norm else None
         if isinstance(averaging, FixedOrderAveraging):
             assert averaging.mean_loss is not None

@@ -369,6 +369,7 @@ class Session:
         )
         self._computation = StepComputation(
             model=model,
+            optimizers=_listed(optimizers),
             config=self.config,
             backward=backward,
             max_grad_norm=max_grad_norm,
