@@ -64,7 +64,7 @@ def test_checkpoints_are_read_back_as_they_were_saved(tmp_path):
 
 def test_the_planner_simulates_every_policy_under_every_model_of_failures(tmp_path):
     findings = run_quickly("planner.py", tmp_path)["findings"]  # it fails with more than 10 s for one of them
-    assert len({(each["failures"], each["policy"]) for each in findings["samples"]}) == 2 * 3 * 6
+    assert len({(each["failures"], each["policy"]) for each in findings["samples"]}) == 2 * 3 * 8
     assert all(each["time_ratio"] > 1 for each in findings["samples"])
 
 

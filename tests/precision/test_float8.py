@@ -167,24 +167,6 @@ def test_what_is_not_served_is_refused_by_name(monkeypatch):
         convert_linears(made(), "rowwise", CPU)
 
 
-def test_a_model_that_the_program_has_sharded_is_refused():
-    """Its layers cannot be converted any more, and it would train in bfloat16."""
-    from torch.distributed.fsdp import FSDPModule
-
-    from hyperpod_plugins.parallel.parallelize import match_float8, parallelize
-
-    class Sharded(FSDPModule, Model):
-        def __new__(cls):  # of a class that `fully_shard` makes
-            return object.__new__(cls)
-
-    config = ParallelConfig(float8_recipe="rowwise", precision="bf16-mixed")
-    with pytest.raises(ConfigError, match="Sharded was sharded by the program"):
-        parallelize(Sharded(), None, config)
-    model = made()
-    convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
-    match_float8(model, config)
-
-
 @pytest.fixture
 def alone():
     """A process group of one rank."""
@@ -193,6 +175,20 @@ def alone():
     dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_model_that_the_program_has_sharded_is_refused(alone):
+    """Its layers cannot be converted any more, and it would train in bfloat16."""
+    from torch.distributed.fsdp import fully_shard
+
+    from hyperpod_plugins.parallel.parallelize import match_float8, parallelize
+
+    config = ParallelConfig(float8_recipe="rowwise", precision="bf16-mixed")
+    with pytest.raises(ConfigError, match="FSDPModel was sharded by the program"):
+        parallelize(fully_shard(Model()), None, config)
+    model = made()
+    convert_linears(model, "rowwise", CPU, blocks=list(model.layers))
+    match_float8(model, config)
 
 
 def parallelized(model, **options):
