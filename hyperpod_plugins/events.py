@@ -3,12 +3,10 @@
 An event says what happened, when, and how long it took. Events are rare: a repair is one, a training step is not.
 """
 
-import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -50,20 +48,6 @@ def record(event: Event) -> None:
             listener(event)
         except Exception:
             log.exception("a listener failed on event %s", event.name)
-
-
-class EventFile:
-    """A listener that appends each event to a file as a line of JSON."""
-
-    def __init__(self, path: Path) -> None:
-        """Store the path; the file and its folders are created with the first event."""
-        self.path = path
-
-    def __call__(self, event: Event) -> None:
-        """Append one line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
 
 
 @final

@@ -134,6 +134,13 @@ class CurrentWait:
         """Monotonic time at which the wait began."""
         self.number = 0
         """Number of the collective in its group and generation; 0 if it is not known."""
+        self.total_s = 0.0
+        """Seconds of all waits that have ended."""
+
+    def end(self) -> None:
+        """The wait has ended."""
+        self.key = None
+        self.total_s += time.monotonic() - self.since_s
 
 
 class PinnedGenerations(threading.local):

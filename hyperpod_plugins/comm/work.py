@@ -225,7 +225,7 @@ class PeerWait:
 
     def __exit__(self, *_: object) -> None:
         if self._is_said:
-            runtime.waiting.key = None
+            runtime.waiting.end()
 
 
 def current_wait() -> tuple[GroupKey, int, float] | None:
@@ -310,7 +310,7 @@ class ResilientWork(dist.Work):
             return self._after_break(error)
         finally:
             if is_said:
-                waiting.key = None
+                waiting.end()
 
     def _queue(self, inner: dist.Work, timeout: timedelta) -> bool:
         """Make the device wait while the host goes on, and record the collective in `device_queue`."""

@@ -1,5 +1,6 @@
-"""Process helpers: ending with the parent process, how the program ends, open-file limits, signal names, DNS resolver
-options, and the shared-memory folder where the workers of an agent's process keep their snapshots.
+"""Process helpers: ending with the parent process, how the program ends, open-file limits, signal names, kills for lack
+of memory, DNS resolver options, and the shared-memory folder where the workers of an agent's process keep their
+snapshots.
 
 That folder outlives the workers and is removed when the agent's process exits. If the agent is killed before it can
 do so, the next agent that starts on the node removes the folder. It is owned by this user, with mode 0700.
@@ -14,6 +15,9 @@ import shutil
 import signal
 import stat
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -158,3 +162,46 @@ def _start_of(pid: int) -> str:
 def _namespace() -> str:
     """Inode of this process's PID namespace: pids are comparable only within one."""
     return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+_OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
+"""Files with the kernel's count of processes that it killed for lack of memory: of this control group, or of all."""
+
+
+_RECENT_S = 2.0
+
+
+class OutOfMemoryKills:
+    """Whether a process that ended by SIGKILL was probably killed by the kernel, for lack of memory.
+
+    The kernel only counts such kills: whatever ends by SIGKILL within two seconds of one is taken for its victim.
+    """
+
+    def __init__(self, counts: Sequence[tuple[Path, str]] = _OOM_COUNTS) -> None:
+        """Read the present count; `counts` are files and the names of their lines, of which the first one is used."""
+        self._counts = counts
+        self._looks = deque([(time.monotonic(), self._count())])
+        self._victims: dict[int, bool] = {}
+
+    def look(self) -> None:
+        """Read the count; call this several times a second, so that an old kill is not taken for a recent one."""
+        now_s = time.monotonic()
+        self._looks.append((now_s, self._count()))
+        while len(self._looks) > 1 and self._looks[1][0] <= now_s - _RECENT_S:
+            self._looks.popleft()
+
+    def is_victim(self, pid: int) -> bool:
+        """Whether the count has risen in the last two seconds; the answer for a pid stays."""
+        if pid not in self._victims:
+            self.look()
+            self._victims[pid] = self._looks[-1][1] > self._looks[0][1]
+        return self._victims[pid]
+
+    def _count(self) -> int:
+        for path, name in self._counts:
+            try:
+                lines = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+                return int(lines[name])
+            except (OSError, ValueError, KeyError):
+                continue
+        return 0

@@ -46,6 +46,7 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.events import Event, record
+from hyperpod_plugins.ledger import ledger
 from hyperpod_plugins.lightning.compat import Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.datamodule import BatchSizeCallback, TrainerLoader, sample_weight_of
@@ -417,15 +418,17 @@ class ElasticState:
     def step(self, optimizer: Optimizer) -> Generator[None]:
         """Scale the learning rate for the present batch; the optimizer steps inside this context."""
         options, trainer = self.options, self._trainer
+        assert trainer is not None
+        loader = _train_loaders(trainer)[0]
+        num_samples = loader.batch_sampler.step_size(trainer.fit_loop.epoch_loop.batch_idx)
+        ledger.note(samples=num_samples)
         if not options.batch.follows_world:
             yield
             return
-        assert trainer is not None
-        loader = _train_loaders(trainer)[0]
         with options.rates.step(
             optimizer,
             batch_size=options.global_batch_size,
-            num_samples=loader.batch_sampler.step_size(trainer.fit_loop.epoch_loop.batch_idx),
+            num_samples=num_samples,
             is_first_rank=trainer.global_rank == 0,
         ):
             yield

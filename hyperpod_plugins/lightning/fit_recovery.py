@@ -23,6 +23,7 @@ from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.data.random_numbers import LoaderKey, SeededIterable, key_random_numbers
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.errors import PeerLost, StateLost
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.lightning.accumulation_window import (
     WITHIN_WINDOW,
     AccumulationWindow,
@@ -49,8 +50,10 @@ from hyperpod_plugins.lightning.module_checks import (
 )
 from hyperpod_plugins.lightning.reentry import (
     Reentry,
+    book_data_waits,
     find_batch_despite_skipped_ones,
     finish_batch_end,
+    forget_results,
     install_part_hooks,
     is_stateful,
     remove_part_hooks,
@@ -366,6 +369,7 @@ class FitRecovery(NullFitRecovery):
         strategy: Any = trainer.strategy
         take_micro_steps(trainer, strategy.micro_step)
         find_batch_despite_skipped_ones(trainer)
+        book_data_waits(trainer)
         self._rows.watch(trainer)
 
     def _arm(self) -> None:
@@ -387,26 +391,16 @@ class FitRecovery(NullFitRecovery):
             return  # the fit is re-entered at a later part of that epoch
         if part == EVALUATION_BEGIN:
             self._rejoin()  # hooks and the creation of loaders may communicate
+            ledger.enter(TimeCategory.EVALUATION)
         self.window.begin_part(part)
         if part in (EPOCH_BEGIN, EVALUATION_BEGIN):
-            self._forget_results(part)
+            forget_results(self.trainer, part)
         if self.window.part is not None:
             self._rows.begin()
         if part == EPOCH_END:
             self.means.restore_missing(self.trainer.lightning_module, self.trainer.strategy.reduce)
         is_of_epoch = part in (EPOCH_BEGIN, EPOCH_END)
         self._start_stream(self.trainer.current_epoch if is_of_epoch else self._next_step, 0, part)
-
-    def _forget_results(self, part: str) -> None:
-        """Forget what was logged in former epochs or evaluations, all of which has been reset.
-
-        Lightning reduces what was logged in the order of first logging, ever. A replacement knows the present epoch
-        only, and would take part in the collectives in another order.
-        """
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        results: Any = epoch_loop._results if part == EPOCH_BEGIN else epoch_loop.val_loop._results
-        if all(result.has_reset or not result._update_count for result in results.values()):
-            results.clear()
 
     def _end_part(self, part: str) -> None:
         """Wait until all ranks have ended the part; at the beginning of an epoch, only note where the loaders are.
@@ -418,6 +412,7 @@ class FitRecovery(NullFitRecovery):
         """
         if self.trainer.sanity_checking:
             self.member.collectives.pause(is_paused=False)
+            ledger.enter(TimeCategory.SETUP)
             return
         self.data.end_part(part)
         if part == EPOCH_BEGIN:
@@ -432,6 +427,7 @@ class FitRecovery(NullFitRecovery):
             raise
         self.window.end_part()
         self._rows.end()
+        ledger.enter(TimeCategory.OTHER)
 
     @override
     def on_train_start(self) -> None:
@@ -720,7 +716,10 @@ class FitRecovery(NullFitRecovery):
         if self._is_keyed:
             loader = self._with_keyed_random(loader, self._num_loaders)
         loader = self.follow_loader(loader)
-        return rest_of_epoch(loader, self._skip_batches, self.trainer) if self.trainer.training else loader
+        if not self.trainer.training:
+            return loader
+        category = TimeCategory.CHECKPOINT_RESTORE if self._begins else TimeCategory.RESTORE
+        return rest_of_epoch(loader, self._skip_batches, self.trainer, category)
 
     def _with_keyed_random(self, loader: Any, number: int) -> Any:
         """The loader with its random numbers keyed; those of an evaluation are the same each time."""
@@ -738,6 +737,7 @@ class FitRecovery(NullFitRecovery):
 
     @override
     def on_batch(self) -> None:
+        ledger.enter(TimeCategory.OTHER if self.window.is_empty else TimeCategory.STEP)
         self.data.note_read()
         self.window.note_fetched()
 
@@ -838,6 +838,7 @@ class FitRecovery(NullFitRecovery):
 
     def _commit(self, commit: Callable[[Any], Any], result: Any) -> Any:
         self.window.begin_commit()
+        ledger.note_loss(result)
         return commit(result)
 
     def _notice_collective(self) -> None:

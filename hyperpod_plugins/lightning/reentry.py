@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from hyperpod_plugins.data.loader import refuse_out_of_order
 from hyperpod_plugins.errors import PeerLost
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.lightning.compat import Checkpoint, Trainer, original, override, restore
 from hyperpod_plugins.recovery.program_collectives import is_library
 from hyperpod_plugins.recovery.rng import EPOCH_BEGIN, EPOCH_END, EVALUATION_BEGIN, FIT_END
@@ -70,6 +71,29 @@ def take_micro_steps(trainer: Trainer, run: Callable[[Callable[[], Any]], object
     override(loop, "_optimizer_step", step)
 
 
+def forget_results(trainer: Trainer, part: str) -> None:
+    """Forget what was logged in former epochs or evaluations, all of which has been reset.
+
+    Lightning reduces what was logged in the order of first logging, ever. A replacement knows the present epoch
+    only, and would take part in the collectives in another order.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    results: Any = epoch_loop._results if part == EPOCH_BEGIN else epoch_loop.val_loop._results
+    if all(result.has_reset or not result._update_count for result in results.values()):
+        results.clear()
+
+
+def book_data_waits(trainer: Trainer) -> None:
+    """Have the ledger book the time from the end of a batch until the next one is there."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        ledger.enter(TimeCategory.DATA_WAIT)
+        original(loop, "advance")(data_fetcher)
+
+    override(loop, "advance", advance)
+
+
 def find_batch_despite_skipped_ones(trainer: Trainer) -> None:
     """Have the loop find where in a batch it resumes by the counts of the present epoch.
 
@@ -93,7 +117,7 @@ def remove_part_hooks(trainer: Trainer) -> None:
     """Undo the functions above: the fit has ended."""
     loop = trainer.fit_loop
     restore(loop, "on_advance_start", "on_advance_end", "on_run_end")
-    restore(loop.epoch_loop, "update_restart_stage")
+    restore(loop.epoch_loop, "advance", "update_restart_stage")
     restore(loop.epoch_loop.val_loop, "run", "increment_progress_to_evaluation_end")
     restore(loop.epoch_loop.automatic_optimization, "_optimizer_step")
     restore(trainer, "_run_sanity_check")
@@ -314,23 +338,30 @@ def is_stateful(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def rest_of_epoch(loader: Any, num_done: int, trainer: Trainer) -> Any:
+def rest_of_epoch(loader: Any, num_done: int, trainer: Trainer, category: TimeCategory = TimeCategory.RESTORE) -> Any:
     """A loader for the rest of the epoch, which skips the batches done; the loader itself if there are none.
+
+    Args:
+        loader: of the whole epoch.
+        num_done: number of batches to skip.
+        trainer: whose loop reads them.
+        category: of the time that this takes.
 
     Raises:
         ConfigError: the loader's batches may come in any order.
     """
     if isinstance(loader, DataLoader):
         refuse_out_of_order(loader)
-    return SkipBatches(loader, num_done, trainer) if num_done else loader
+    return SkipBatches(loader, num_done, trainer, category) if num_done else loader
 
 
 class SkipBatches:
     """A loader that skips its first `count` batches in the present epoch, and yields full epochs after that."""
 
-    def __init__(self, loader: Any, count: int, trainer: Trainer) -> None:
+    def __init__(self, loader: Any, count: int, trainer: Trainer, category: TimeCategory) -> None:
         self._loader = loader
         self._count = count
+        self._category = category
         self._trainer = trainer
         self._epoch = self._present_epoch
 
@@ -353,9 +384,10 @@ class SkipBatches:
             count = 0
         combined: Any = self._trainer.fit_loop._combined_loader
         batches = iter(self._loader)
-        while count and (num_skipped := sum(1 for _ in itertools.islice(batches, count))):
-            count -= num_skipped
-            if count and combined is not None and combined._mode == "max_size_cycle":
-                batches = iter(self._loader)  # a shorter loader next to a longer one has started over
-                combined._iterator._consumed[combined.flattened.index(self)] = True
+        with ledger.phase(self._category):
+            while count and (num_skipped := sum(1 for _ in itertools.islice(batches, count))):
+                count -= num_skipped
+                if count and combined is not None and combined._mode == "max_size_cycle":
+                    batches = iter(self._loader)  # a shorter loader next to a longer one has started over
+                    combined._iterator._consumed[combined.flattened.index(self)] = True
         yield from batches

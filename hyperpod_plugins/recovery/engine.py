@@ -38,6 +38,7 @@ from hyperpod_plugins.elastic.store.loop_exits import LoopExit, LoopExits
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, snapshot_folder
 from hyperpod_plugins.errors import StateLost
+from hyperpod_plugins.ledger import ledger
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.config import RecoveryOptions, log_once
 from hyperpod_plugins.recovery.member import Member
@@ -159,6 +160,7 @@ class RecoveryEngine:
                 entry, and checkpoints of this one are of no use to it.
         """
         self._entry, self._training_index, self._may_record = entry, training_index, is_complete
+        ledger.write("entry", entry=entry)
         self._loop_exits = LoopExits(self.member.job_store, entry)
         self.saved, self.snapshots, self.begins_at = None, None, NO_STATE
         self._record_checkpoints()

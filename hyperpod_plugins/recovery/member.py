@@ -7,6 +7,7 @@ Two threads run beside training: that of `GenerationWatcher` breaks the groups w
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from hyperpod_plugins.comm import Reconfiguration, break_groups, group_health, release_broken
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.elastic import FailureRecord, JobStore
 from hyperpod_plugins.elastic.membership.admission import await_turn, pending_world, publish_initial_world
 from hyperpod_plugins.elastic.membership.quorum_policy import BETWEEN_CALLS, GenerationBudget, QuorumPolicy
@@ -28,7 +30,7 @@ from hyperpod_plugins.elastic.store.records import FailureKind
 from hyperpod_plugins.elastic.store.world import WorldPlan
 from hyperpod_plugins.env import JobEnv, events_folder
 from hyperpod_plugins.errors import PeerLost, RecoveryError, StateLost
-from hyperpod_plugins.events import EventFile, listen
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.recovery.plan import NO_STATE, Arrival
 from hyperpod_plugins.recovery.program_collectives import ProgramCollectives
 from hyperpod_plugins.recovery.quorum import FormedGeneration, PlanWatcher, QuorumJoiner, WorldChanged
@@ -190,7 +192,6 @@ class Member:
         self._watcher = GenerationWatcher(lambda: JobStore.connect(job), self.on_lost_store)
         self._watchdog = Watchdog(self, self._reports)
         self._group_store = JobStore.connect(job)
-        self._end_listening: Callable[[], None] = lambda: None
 
     def note(self, **changes: Any) -> None:
         """Change several fields of `status` at once."""
@@ -262,7 +263,19 @@ class Member:
         self.collectives.start()
         folder = events_folder()
         if folder is not None:
-            self._end_listening = listen(EventFile(Path(folder, f"rank-{self.worker_id}.jsonl")))
+            ledger.open(
+                Path(
+                    folder,
+                    f"worker-{self.worker_id}-{self.job.restart_count}.{self.job.incarnation}-{os.getpid()}.jsonl",
+                ),
+                {
+                    "run_id": self.job.run_id,
+                    "worker_id": self.worker_id,
+                    "incarnation": self.job.incarnation,
+                    "restart": self.job.restart_count,
+                },
+                waited_s=lambda: runtime.waiting.total_s,
+            )
         self._watcher.start()
         self._watchdog.start()
         atexit.register(self.leave)
@@ -273,8 +286,6 @@ class Member:
         self._watchdog.stop()
         group_health.remove_listener(self._report)
         self.collectives.leave()
-        end, self._end_listening = self._end_listening, lambda: None
-        end()
 
     def end_entry(self, *, has_trained: bool) -> None:
         """Reset what belongs to an entry of the program (a call that trains or evaluates) after it has ended.
@@ -460,7 +471,13 @@ class Member:
         return self._group_store.sub_store("groups")
 
     def end_generation(self) -> FailureRecord:
-        """End the present generation unless it has ended, and return what ended it."""
+        """End the present generation unless it has ended, and return what ended it; the ledger books what follows."""
+        failure = self._end_generation()
+        is_resize = failure.kind == "resize"
+        ledger.interrupt(time.time() - failure.at_s, TimeCategory.RESIZE if is_resize else TimeCategory.ASSEMBLE)
+        return failure
+
+    def _end_generation(self) -> FailureRecord:
         if self.committed == NO_STATE and self.generation == 0 and self.is_joining:
             known = self.job_store.exit_of(self.worker_id, self.job.incarnation - 1)  # why this process is here
             return known or FailureRecord(kind="request", cause="a new process joins", reporter=f"rank {self.rank}")

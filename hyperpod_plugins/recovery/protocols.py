@@ -128,6 +128,10 @@ class Repair:
             duration_s=self.total_s,
             details={
                 "cause": str(self.failure),
+                "kind": self.failure.kind,
+                "worker_id": self.failure.worker_id,
+                "incarnation": self.failure.incarnation,
+                "reporter": self.failure.reporter,
                 "step": self.step,
                 "steps_lost": "unknown" if self.steps_lost is None else self.steps_lost,
                 "generation": self.generation,

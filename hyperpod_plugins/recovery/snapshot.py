@@ -35,6 +35,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, group_health
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
+from hyperpod_plugins.ledger import ledger
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
@@ -433,6 +434,7 @@ class Snapshots:
                 MAX_STALLS,
             )
         elif not group_health.is_unavailable:
+            ledger.note(snapshot=step)
             self._begin(step, describe)
 
     def wait_before_commit(self) -> None:

@@ -284,7 +284,12 @@ class SharedSlots:
 
 def leaves_enough(num_bytes: int, free: int, total: int) -> bool:
     """Whether a file system with `free` of `total` bytes has enough for others after `num_bytes` more are used."""
-    return free - num_bytes >= max(_MIN_FREE_PART * total, _MIN_FREE_BYTES)
+    return num_bytes <= room_for_snapshots(free, total)
+
+
+def room_for_snapshots(free: int, total: int) -> int:
+    """Bytes that snapshots may take of a file system with `free` of `total` bytes; negative if too few are free."""
+    return free - max(int(_MIN_FREE_PART * total), _MIN_FREE_BYTES)
 
 
 def _allocate(file: int, num_bytes: int, check: Callable[[], None]) -> None:

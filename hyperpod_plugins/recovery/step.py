@@ -28,6 +28,7 @@ from hyperpod_plugins.elastic.store.entry_records import ended_entries
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY
 from hyperpod_plugins.errors import ConfigError, DeviceHung, HyperPodError, PeerLost, RecoveryError, StateLost
 from hyperpod_plugins.events import record
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.member import Member
 from hyperpod_plugins.recovery.plan import (
@@ -164,6 +165,7 @@ class StepTransaction:
         if not self._has_reported_begin:
             self._member.job_store.set(BEGUN_KEY, b"1")
             self._has_reported_begin = True
+            self._note_world()
         if self._rehearsal is not None:
             self._begin_rehearsal(self._rehearsal, is_compared=not has_recovered)
         if self._comparison is not None:
@@ -173,6 +175,7 @@ class StepTransaction:
         if self._rehearsal is not None:
             self._rehearsal.before_compute(self.step)
         self._has_begun = True
+        ledger.enter(TimeCategory.STEP)
 
     def compute_part(self, part: Callable[[], object]) -> None:
         """Compute a part of the step before `run`; after a fault, compute all parts so far again.
@@ -268,7 +271,8 @@ class StepTransaction:
     def _maybe_snapshot(self) -> None:
         """Take a snapshot if one is due; on a retry too, so that survivors take one wherever a joiner does."""
         if self._snapshots is not None:
-            self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
+            with ledger.phase(TimeCategory.SNAPSHOT):
+                self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
 
     def _attempt(self, compute: Callable[[], T], commit: Callable[[T], R]) -> Pending[R]:
         """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""
@@ -408,6 +412,7 @@ class StepTransaction:
             self._snapshots.record_committed(step + 1)
         member.step_times.record_commit(time.monotonic())
         self._attempts.succeeded()
+        ledger.commit(step + 1)
         return result
 
     def _discard_state(self, **status: str) -> None:
@@ -446,7 +451,7 @@ class StepTransaction:
         Args:
             pending: The interrupted step; None between two steps.
         """
-        error = None if pending is None else pending.error
+        error, is_in_step = None if pending is None else pending.error, pending is not None
         if error is not None:
             self._attempts.failed()
         if pending is not None and not self._training_loop.can_undo and not self._has_voted:
@@ -471,6 +476,7 @@ class StepTransaction:
                     return outcome
                 continue
             self._complete(plan, formed, fault, assembled_s, rolled_forward=isinstance(outcome, Committed))
+            ledger.enter(TimeCategory.STEP if is_in_step and isinstance(outcome, Retry) else TimeCategory.OTHER)
             return outcome
 
     def _end_generation(self, error: Exception | None) -> Interruption:
@@ -563,6 +569,8 @@ class StepTransaction:
         if not plan.hooks_first:
             self._check_entry(plan, formed)
         self._member.activity = f"restoring step {plan.step}"
+        if ledger.category is not TimeCategory.RESIZE:
+            ledger.enter(TimeCategory.RESTORE)
         return self._commit_or_undo(plan.roll_forward, pending)
 
     def _commit_or_undo(self, roll_forward: Container[int], pending: Pending[R] | None) -> Committed[R] | Retry:
@@ -681,10 +689,23 @@ class StepTransaction:
             steps_lost=plan.steps_lost,
         )
         record(repair.event())
+        self._note_world()
         self._on_repair(repair)
         if plan.is_return:
             end_generation_for_return(plan, self._member, self._policy.max_losses)
             raise ReturnedToSnapshot(plan)
+
+    def _note_world(self) -> None:
+        """Tell the ledger which rank this is now, and of how many."""
+        if not ledger.is_active:
+            return
+        member, topology = self._member, self._topology
+        ledger.note_world(
+            rank=member.rank,
+            world_size=member.world.size,
+            replicas=topology.replicate_degree,
+            generation=member.generation,
+        )
 
     def _computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rehearsal is None else self._rehearsal.computing(self.step)

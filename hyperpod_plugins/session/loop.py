@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.elastic.scaling.adascale import GradientNoise
 from hyperpod_plugins.errors import LoopError, PeerLost, format_list
+from hyperpod_plugins.ledger import ledger
 from hyperpod_plugins.parallel import ParallelConfig, clip_grad_norm_, loss_parallel_context
 from hyperpod_plugins.parallel.expert_bias import without_counts
 from hyperpod_plugins.parallel.finite import FiniteCheck, gradient_flag
@@ -474,7 +475,8 @@ class Loop:
                 result=position.result,
                 read_again=partial(self._read_again, position),
             )
-        for index, found in enumerate(iterate_steps(self._loader, self._limits.num_epochs), position.committed):
+        inputs = ledger.waits_for_data(iterate_steps(self._loader, self._limits.num_epochs))
+        for index, found in enumerate(inputs, position.committed):
             if self._limits.max_steps and index >= self._limits.max_steps:
                 return
             if self.transactions.rehearsal is not None and self.transactions.rehearsal.is_last(index):
@@ -603,6 +605,8 @@ class Loop:
             if not self._trained.steps_before_vote:
                 self._update(done, step, split)
             self._trained.advance()
+            ledger.note_loss(done.result)
+            ledger.note(samples=step.num_samples)
             self._position = Position(
                 committed=step.index + 1,
                 after_commit=True,

@@ -10,9 +10,12 @@ rendezvous decides whether a lost node can be replaced; see `rendezvous/handler.
 """
 
 import contextlib
+import os
 import signal
+import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -42,6 +45,7 @@ from hyperpod_plugins.elastic.launcher.local_workers import (
     WorkerStatus,
     describe_exit,
     error_of,
+    oom_kills,
 )
 from hyperpod_plugins.elastic.launcher.logs import open_sinks
 from hyperpod_plugins.elastic.launcher.round import AgentOptions, RoundStarter, worker_slots
@@ -62,6 +66,8 @@ from hyperpod_plugins.elastic.store.entry_records import restart_from_newest
 from hyperpod_plugins.elastic.store.job_store import BEGUN_KEY, GAVE_UP_KEY, RESTART_KEY, JobStore
 from hyperpod_plugins.elastic.store.loop_exits import LoopExit
 from hyperpod_plugins.elastic.store.records import FailureRecord
+from hyperpod_plugins.env import events_folder
+from hyperpod_plugins.ledger import ledger
 
 logger = get_logger(__name__)
 
@@ -104,6 +110,10 @@ class HyperPodAgent(SimpleElasticAgent):
         )
         self._rounds = RoundStarter()
         self._next_poll_s = 0.0
+        folder = events_folder()
+        if folder is not None:
+            path = Path(folder, f"agent-{socket.gethostname()}-{os.getpid()}.jsonl")
+            ledger.open(path, {"run_id": spec.rdzv_handler.get_run_id()}, waited_s=lambda: 0.0)
 
     # -- torch's loop and the methods it calls -----------------------------------------------------------------------
 
@@ -164,7 +174,7 @@ class HyperPodAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Shut this node down; `timeout` is ignored, as `AgentOptions.shutdown_timeout_s` has the same value."""
-        self._is_stopping = True
+        self._is_stopping = self._exits.is_agent_leaving = True
         node = self.node
         with self._inbox.deferred():  # another signal must not interrupt the shutdown
             if node.stopped is None:
@@ -247,6 +257,7 @@ class HyperPodAgent(SimpleElasticAgent):
         node = self.node
         if time.monotonic() < self._next_poll_s:
             return None, None
+        oom_kills.look()
         self._next_poll_s = time.monotonic() + max(_POLL_S, node.round.num_nodes * _POLL_PER_NODE_S)
         try:
             for wanted in node.job_store.new_kills():
@@ -280,6 +291,7 @@ class HyperPodAgent(SimpleElasticAgent):
         with self._inbox.deferred():
             ended = self._workers.stop(number, self._options.shutdown_timeout_s, self._inbox)
             for slot, code in ended:
+                book_exit(slot, code, is_requested=True)
                 if self.node.stopped is not None and (code > 0 or error_of(slot)):  # not ended by our signal
                     self.node.record_failure(slot, code)
             return ended
@@ -298,6 +310,19 @@ class HyperPodAgent(SimpleElasticAgent):
         )
 
 
+def book_exit(slot: WorkerSlot, code: int, *, is_requested: bool = False) -> None:
+    """Write how a worker ended to the ledger; `is_requested`: this agent has ended it."""
+    ledger.write(
+        "exit",
+        worker_id=slot.worker_id,
+        incarnation=slot.incarnation,
+        pid=slot.pid,
+        code=code,
+        cause=describe_exit(slot, code) if code else "finished",
+        is_requested=is_requested,
+    )
+
+
 class WorkerExits:
     """Records exits in the job store, then replaces the worker, restarts all, or ends the job; for the main thread."""
 
@@ -306,6 +331,8 @@ class WorkerExits:
         self._node, self._workers, self._inbox, self._policy = node, workers, inbox, policy
         self._budgets: dict[int, RestartBudget] = {}
         self._generation = 0
+        self.is_agent_leaving = False
+        """Whether the agent itself is about to end, and ends its workers by signals."""
         self._is_proven = False
         """Whether a worker of this node ran past the time for early faults before it ended."""
 
@@ -317,6 +344,7 @@ class WorkerExits:
     def handle(self, slot: WorkerSlot, code: int) -> None:
         """Record the exit of a worker, and do what follows from it."""
         node = self._node
+        book_exit(slot, code, is_requested=self.is_agent_leaving and code < 0)
         try:
             if code == 0:
                 node.job_store.set(f"{_FINISHED}/{slot.worker_id}", b"1")

@@ -27,7 +27,7 @@ from hyperpod_plugins.elastic.launcher.fork_client import (
 from hyperpod_plugins.elastic.launcher.logs import ProcessLogs, Sink, Tee
 from hyperpod_plugins.elastic.launcher.signal_queue import SignalQueue
 from hyperpod_plugins.elastic.membership.restart_policy import is_of_peer
-from hyperpod_plugins.elastic.process import signal_name
+from hyperpod_plugins.elastic.process import OutOfMemoryKills, signal_name
 from hyperpod_plugins.errors import ConfigError
 
 _START_TIMEOUT_S = 600.0
@@ -249,8 +249,14 @@ class LocalWorkers:
 _NUM_LINES = 20
 
 
+oom_kills = OutOfMemoryKills()
+"""Of this node; its agent looks at the count in each poll."""
+
+
 def describe_exit(slot: WorkerSlot, code: int) -> str:
     """How the process of a slot ended, in one line; a negative code is the number of a signal."""
+    if code == -signal.SIGKILL and oom_kills.is_victim(slot.pid):
+        return "killed by SIGKILL, probably by the kernel for lack of memory"
     if code < 0:
         return f"killed by {signal_name(-code)}"
     match _error(slot.logs.error_file):

@@ -296,7 +296,11 @@ def plan_scale_down(view: AdmissionView) -> WorldPlan | None:
     if target >= now:
         return None
     many = len(view.leaving)
-    why = f"{many} processes have got notice" if many else f"{view.requested} replicas were asked for"
+    why = (
+        f"{many} process{'es have' if many > 1 else ' has'} got notice"
+        if many
+        else f"{view.requested} replicas were asked for"
+    )
     return _next_world(view, target, f"{why}: the job shrinks from {now} to {target}", staying)
 
 

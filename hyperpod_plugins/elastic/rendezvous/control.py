@@ -29,7 +29,7 @@ from hyperpod_plugins.elastic.rendezvous.backends import connect_served
 from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_round
 from hyperpod_plugins.elastic.store.job_store import JobStore, connect_store
 from hyperpod_plugins.elastic.store.records import JsonRecord, printable
-from hyperpod_plugins.env import JobEnv, runtime_folder
+from hyperpod_plugins.env import JobEnv, events_folder, runtime_folder
 from hyperpod_plugins.errors import ConfigError
 
 logger = get_logger(__name__)
@@ -58,6 +58,8 @@ class Ticket(JsonRecord):
     """URL of the store, if that is in etcd."""
     queue: str = ""
     """Name of the requests that this agent answers; empty if it is the only agent that does."""
+    events: str = ""
+    """Folder in which the processes write their ledgers, from the agent's `HYPERPOD_EVENTS`; empty if there is none."""
 
     @property
     def is_stale(self) -> bool:
@@ -82,9 +84,14 @@ class Ticket(JsonRecord):
         """
         found = [ticket for path in _files(runtime_folder()) if (ticket := cls._read(path)) is not None]
         there = [ticket for ticket in found if not ticket.is_stale]
+        if not there:
+            raise ConfigError(
+                f"which job is meant? This machine serves the store of none. Start one with hyperpodrun; if it runs on "
+                f"another machine, copy the ticket from {runtime_folder()} of that one."
+            )
         meant = {ticket.job: ticket for ticket in there if run_id in (None, ticket.run_id)}
         if len(meant) != 1:
-            listed = ", ".join(f"{each.run_id} ({each.etcd_url or f'port {each.port}'})" for each in there) or "none"
+            listed = ", ".join(f"{each.run_id} ({each.etcd_url or f'port {each.port}'})" for each in there)
             raise ConfigError(
                 f"which job is meant? Give --run-id, the --rdzv-id of a job whose store this machine serves: "
                 f"{listed}. On another machine, copy the ticket from {runtime_folder()} of that one."
@@ -110,7 +117,13 @@ class Ticket(JsonRecord):
         """Address of the job's store."""
         return JobEnv(store_host=self.host, store_port=self.port, etcd_url=self.etcd_url, run_id=self.run_id)
 
-    def _connect(self) -> Store:
+    def connect(self) -> Store:
+        """Open a new connection to the job's store.
+
+        Raises:
+            RendezvousConnectionError: no process answers, or it does not in time.
+            DistError: the same, for etcd.
+        """
         if self.etcd_url:
             return connect_store(self.job, _CONNECT_S)
         return connect_served(self.host, self.port, _CONNECT_S, was_reached=True)
@@ -122,7 +135,7 @@ class Ticket(JsonRecord):
             ConfigError: the store does not answer.
         """
         try:
-            store = self._connect()
+            store = self.connect()
             return JobStore.from_store(name_of_round(self.run_id, RendezvousStore(store).round()), store)
         except (DistError, RendezvousConnectionError) as error:
             where = self.etcd_url or f"{self.host}:{self.port}"
@@ -200,6 +213,7 @@ class Controller:
             token=secrets.token_hex(16),
             machine=socket.gethostname(),
             pid=os.getpid(),
+            events=str(Path(events).absolute()) if (events := events_folder()) is not None else "",
         )
         path = self._ticket.path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

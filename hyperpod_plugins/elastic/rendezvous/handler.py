@@ -63,6 +63,7 @@ from hyperpod_plugins.elastic.store.job_store import GAVE_UP_KEY, JobStore
 from hyperpod_plugins.elastic.store.records import FailureRecord
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.ledger import TimeCategory, ledger
 
 # -- the store for torch's agent ------------------------------------------------------------------------------------
 
@@ -181,6 +182,7 @@ class HyperPodRendezvousHandler(RendezvousHandler):
         """Whether an agent serves the workers' store; True, as a store hosted by a worker would be lost with it."""
         return True
 
+    @ledger.phase(TimeCategory.CAPACITY_WAIT)
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for a slot, and take it.
 

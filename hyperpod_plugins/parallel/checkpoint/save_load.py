@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from hyperpod_plugins.comm import generation_of, group_health, pin_generation
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
     CheckedWriter,
     PartsPlanner,
@@ -117,6 +118,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._last: SaveHandle | None = None
 
+    @ledger.phase(TimeCategory.CHECKPOINT_SAVE)
     def save(
         self,
         path: str | PathLike[str],
@@ -235,6 +237,7 @@ class CheckpointWriter:
                 dist.destroy_process_group(own)
 
 
+@ledger.phase(TimeCategory.CHECKPOINT_RESTORE)
 def load_checkpoint(
     path: str | PathLike[str],
     *,
