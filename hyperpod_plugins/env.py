@@ -15,6 +15,14 @@ SNAPSHOTS_VARIABLE = "HYPERPOD_SNAPSHOTS"
 """Folder in shared memory for the snapshots of a node's workers; set by agents."""
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_OF_MACHINE = (
+    "GLOO_SOCKET_IFNAME",
+    "KUBERNETES_SERVICE_HOST",
+    "NCCL_SOCKET_IFNAME",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +247,11 @@ def shared_memory_folder() -> Path | None:
 def instance_type(environ: Mapping[str, str] = os.environ) -> str | None:
     """Cloud instance type: the user's setting, else SageMaker's, or None."""
     return environ.get("HYPERPOD_INSTANCE_TYPE") or environ.get("SM_CURRENT_INSTANCE_TYPE") or None
+
+
+def machine_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of schedulers and of collective libraries that `hyperpod doctor` examines, as far as they are set."""
+    return {name: environ[name] for name in _OF_MACHINE if name in environ}
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
