@@ -37,6 +37,7 @@ OVERRIDDEN = frozenset(
         *("setup", "on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"),  # of callbacks
         *("file_exists", "_monitor_candidates"),  # of ModelCheckpoint
         *("_swap_models", "_copy_average_to_current"),  # of WeightAveraging
+        "get_metrics",  # of progress bars
     }
 )
 """The methods that `override` replaces; tests/lightning_adapter/test_compat.py compares their parameters."""

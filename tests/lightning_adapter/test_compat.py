@@ -10,6 +10,7 @@ from types import ModuleType
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks.weight_averaging as weight_averaging
 import pytest
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
@@ -111,6 +112,7 @@ OVERRIDDEN = {
     "dataloader": ([_DataLoaderSource], []),
     "_run_stage": ([pl.Trainer], []),
     "_run_sanity_check": ([pl.Trainer], []),
+    "get_metrics": ([ProgressBar], ["trainer", "pl_module"]),
     "save_checkpoint": ([pl.Trainer], ["filepath"]),
     "file_exists": ([pl.callbacks.ModelCheckpoint], ["filepath", "trainer"]),
     "_monitor_candidates": ([pl.callbacks.ModelCheckpoint], ["trainer"]),

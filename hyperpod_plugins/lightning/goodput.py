@@ -1,0 +1,128 @@
+"""`GoodputMonitor`: where the time of a fit goes, in the progress bar and in the trainer's loggers."""
+
+import itertools
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from hyperpod_plugins.env import events_folder
+from hyperpod_plugins.ledger import TimeCategory, goodput_metrics, ledger
+from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, original
+from hyperpod_plugins.lightning.compat import override as override_method
+
+_fit_numbers = itertools.count()
+"""Of the fits of this process whose time this callback has booked."""
+
+
+class GoodputMonitor(Callback):
+    """Show goodput, world size and generation in the progress bar, and log them with all categories of time.
+
+    It works with every strategy. With `CheckpointlessRecovery` in a job of `hyperpodrun`, recovery books the time;
+    otherwise this callback does, and writes a ledger for `hyperpod report` if HYPERPOD_EVENTS is set.
+
+    Args:
+        every_num_steps: how often rank 0 logs, in optimizer steps.
+        prefix: of the names of logged metrics.
+    """
+
+    def __init__(self, every_num_steps: int = 50, prefix: str = "hyperpod/") -> None:
+        self._every_num_steps, self._prefix = every_num_steps, prefix
+        self._books = False
+        """Whether this callback books the time: no recovery does."""
+        self._num_steps = 0
+        """Optimizer steps that have been seen."""
+        self._end_saves = self._end_shown = _nothing
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open a ledger if there is none, and add to the progress bar."""
+        if stage != "fit":
+            return
+        if not ledger.is_active:
+            folder, rank = events_folder(), trainer.global_rank
+            path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
+            ledger.open(path, {"run_id": "", "worker_id": rank})
+            ledger.write("entry", entry=next(_fit_numbers))
+            self._books = True
+            save = ledger.phase(TimeCategory.CHECKPOINT_SAVE)(trainer.save_checkpoint)
+            self._end_saves = override_method(trainer, "save_checkpoint", save)
+        bar: Any = trainer.progress_bar_callback
+        if bar is not None:
+            self._end_shown = override_method(bar, "get_metrics", partial(_with_goodput, original(bar, "get_metrics")))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The set-up is over."""
+        self._num_steps = trainer.global_step
+        if self._books:
+            ledger.note_world(rank=trainer.global_rank, world_size=trainer.world_size, replicas=1, generation=0)
+            ledger.enter(TimeCategory.DATA_WAIT)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """A batch is there, and a step or a part of one begins."""
+        if self._books:
+            ledger.enter(TimeCategory.STEP)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Book a step that has been taken, and log."""
+        is_step, self._num_steps = trainer.global_step > self._num_steps, trainer.global_step
+        if self._books:
+            if is_step:
+                ledger.note_loss(outputs)
+                ledger.commit(trainer.global_step)
+            ledger.enter(TimeCategory.DATA_WAIT)
+        if is_step and trainer.is_global_zero and trainer.global_step % self._every_num_steps == 0:
+            metrics = {f"{self._prefix}{name}": value for name, value in goodput_metrics().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An evaluation begins."""
+        if self._books and not trainer.sanity_checking:
+            ledger.enter(TimeCategory.EVALUATION)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """It has ended."""
+        if self._books and not trainer.sanity_checking:
+            ledger.enter(TimeCategory.DATA_WAIT)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Close a ledger that this callback has opened."""
+        if stage == "fit":
+            self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, as `teardown` is not called then."""
+        self._close()
+
+    def _close(self) -> None:
+        self._end_shown()
+        self._end_shown = _nothing
+        if self._books:
+            self._books = False
+            self._end_saves()
+            ledger.close()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _with_goodput(get_metrics: Any, trainer: Trainer, model: LightningModule) -> dict[str, Any]:
+    """What a progress bar shows, and goodput, world size and generation."""
+    shown: dict[str, Any] = get_metrics(trainer, model)
+    found = goodput_metrics()
+    names = {"world_size": "world", "generation": "gen"}
+    columns = {names[name]: f"{value:.0f}" for name, value in found.items() if name in names}
+    return {**shown, **columns, "goodput": f"{found.get('goodput', 0.0):.1%}"}
