@@ -12,9 +12,8 @@ GPU_PYTHON ?= python3
 .PHONY: demo test test-all test-fast check bench gpu docs clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.stamp          ## train a small Llama, sharded and tensor parallel; then lose a process in the middle, and end with the same bits
-	$(BIN)/python examples/train_lm.py --steps 80
-	$(BIN)/python examples/show_recovery.py --steps 60
+demo: $(VENV)/demo.stamp          ## train a small Llama, lose a process, heal, grow, shrink, end with the same bits, and write a page; about 2 minutes
+	$(BIN)/python examples/show_recovery.py
 
 test: $(VENV)/test.stamp          ## every test but variants of others, WORKERS at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not variant"

@@ -7,6 +7,7 @@ Each rank is a replica. The samples of a step are the same whatever the number o
 """
 
 import argparse
+import json
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from train_lm import ByteLlama, prepare_data
 
 from hyperpod_plugins.lightning import ElasticTraining, HyperPodStrategy, TokenDataConfig, TokenDataModule
+from hyperpod_plugins.recovery import TrainingState
 
 
 class Report(L.Callback):
@@ -38,6 +40,8 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="samples of one rank in one forward pass")
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--report-every", type=int, default=10, help="steps from one line of output to the next")
+    parser.add_argument("--reproducible", action="store_true", help="the same bits whatever the number of replicas")
+    parser.add_argument("--digest", type=Path, help="write a checksum of parameters and optimizer state here")
     parser.add_argument("--folder", type=Path, default=Path("runs/train_elastic"), help="shared by all nodes")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 calls a deprecated function of torch 2.13
@@ -52,7 +56,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            ElasticTraining(**batches, scaling_timeout_s=5.0, faulty_scale_down_timeout_s=10.0),
+            ElasticTraining(
+                **batches, reproducible=args.reproducible, scaling_timeout_s=5.0, faulty_scale_down_timeout_s=10.0
+            ),
             ModelCheckpoint(args.folder / "checkpoints", every_n_train_steps=100, save_last=True),
             Report(args.report_every),
         ],
@@ -61,6 +67,8 @@ def main() -> None:
     last = args.folder / "checkpoints" / "last.ckpt"
     module = ByteLlama(args.sequence_length, learning_rate=2e-3, num_steps=args.steps)
     trainer.fit(module, datamodule=data, ckpt_path=last if last.exists() else None)
+    if args.digest and trainer.is_global_zero:
+        args.digest.write_text(json.dumps(TrainingState(module, trainer.optimizers).checksum()))
 
 
 if __name__ == "__main__":
