@@ -1,6 +1,7 @@
 """A clean environment for every test, and the harness for real ranks as the fixture `run_ranks`."""
 
 import os
+from pathlib import Path
 
 if os.environ.get("HYPERPOD_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks; see docs/gpu-status.md
@@ -20,6 +21,17 @@ os.environ.setdefault("RES_OPTIONS", RESOLVER_OPTIONS)
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is no failure
 hypothesis.settings.load_profile("shared machine")
+
+
+VARIANTS = Path(__file__).with_name("variants.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    listed = {line for line in VARIANTS.read_text().splitlines() if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("variant")
 
 
 def pytest_collection_finish(session):
