@@ -25,6 +25,8 @@ DEADLINE_S = {
     "reproducible": 900,
     "memory": 1800,
     "planner": 900,
+    "ledger": 300,
+    "forecast": 1500,
     "checkpoint": 900,
     "gpu/offload": 10_800,
     "gpu/fp8": 1800,

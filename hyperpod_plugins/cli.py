@@ -3,11 +3,15 @@
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
 hyperpod scale --replicas 2
 hyperpod scale --shard-degree 4
-hyperpod status
+hyperpod status --json
+hyperpod top
+hyperpod serve --port 8265
 hyperpod preset list|show NAME|write NAME [PATH]|NAME
 hyperpod rehearse --nproc-per-node 4 train.py ARGUMENTS
 hyperpod plan --nodes 256 --failures-per-node-day 0.004 --days 60 --replicas 8 --price 2
 hyperpod plan --preset seeds
+hyperpod report runs/today
+hyperpod doctor --world-size 64 --local-world-size 8 --checkpoint-folder /fsx/run
 """
 
 import argparse
@@ -101,7 +105,21 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.report.top_command import add_watch_arguments  # imports what other commands do not need
+
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with all that `hyperpod top` shows")
+    add_watch_arguments(parser)
+
+
 def _status(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.report.live_text import rank_line
+    from hyperpod_plugins.report.watch import JobWatch, WatchOptions, look_twice
+
+    options = WatchOptions(run_id=arguments.run_id, events=arguments.events)
+    if arguments.json:
+        _print(json.dumps(look_twice(options.watch()).to_dict(), allow_nan=False))
+        return 0
     ticket = Ticket.find(arguments.run_id)
     answer = send(ticket.job_store(), ticket.token, Request(kind="status"), queue=ticket.queue)
     try:
@@ -109,7 +127,33 @@ def _status(arguments: argparse.Namespace) -> int:
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"not a valid answer from an agent: {answer:.100}") from None
     _print(f"job {ticket.run_id}: {text}")
+    for rank in JobWatch(ticket, arguments.events or "").look().ranks:
+        _print(f"  {rank_line(rank)}")
     return 0
+
+
+def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.report.top_command import add_top_arguments
+
+    add_top_arguments(parser)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.report.top_command import run_top
+
+    return run_top(arguments)
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.report.serve_command import add_serve_arguments
+
+    add_serve_arguments(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.report.serve_command import run_serve
+
+    return run_serve(arguments)
 
 
 def describe_status(status: dict[str, int]) -> str:
@@ -194,7 +238,51 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.report.report_command import add_report_arguments
+
+    add_report_arguments(parser)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.report.report_command import report_text
+
+    for line in report_text(arguments):
+        _print(line)
+    return 0
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.doctor.doctor_command import add_doctor_arguments  # imports what other commands do not need
+
+    add_doctor_arguments(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.doctor.doctor_command import doctor_report
+
+    def announce(line: str) -> None:
+        print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+
+    lines, code = doctor_report(arguments, announce)
+    for line in lines:
+        _print(line)
+    return code
+
+
 COMMANDS = (
+    Command(
+        name="report",
+        summary="say what a run's failures cost, and where its time went, as a page",
+        add_arguments=_add_report_arguments,
+        run=_report,
+    ),
+    Command(
+        name="doctor",
+        summary="check whether this machine, and its network to another node, is fit for a job",
+        add_arguments=_add_doctor_arguments,
+        run=_doctor,
+    ),
     Command(
         name="rehearse",
         summary="run a program briefly with a kill in each phase, and report where it does not recover exactly",
@@ -215,9 +303,21 @@ COMMANDS = (
     ),
     Command(
         name="status",
-        summary="show the size of a running job",
-        add_arguments=_add_job_arguments,
+        summary="show the size of a running job, and where its ranks stand",
+        add_arguments=_add_status_arguments,
         run=_status,
+    ),
+    Command(
+        name="top",
+        summary="watch a running job in the terminal: ranks, heartbeats, rate, goodput, incidents",
+        add_arguments=_add_top_arguments,
+        run=_top,
+    ),
+    Command(
+        name="serve",
+        summary="serve the same as a web page, read-only",
+        add_arguments=_add_serve_arguments,
+        run=_serve,
     ),
     Command(
         name="preset",

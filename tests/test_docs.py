@@ -707,6 +707,27 @@ def planned_jobs(page):
     assert 1 < page["runs"].time_ratio.mean < page["plan"].policies[0].runs.time_ratio.mean
 
 
+@fragments("docs/guides/reports.md", "GoodputMonitor(every_num_steps=50)", "serve_prometheus(0, rank=0)")
+def reports(page):
+    page.run("GoodputMonitor(every_num_steps=50)")
+    assert [type(each).__name__ for each in page["trainer"].callbacks if "Goodput" in type(each).__name__]
+    page.run("serve_prometheus(0, rank=0)")
+    assert page["figures"] == {}  # no ledger is open
+    assert page["port"] > 0
+
+
+@fragments("docs/tour.md", "GoodputMonitor()")
+def tour(page):
+    page.run("GoodputMonitor()")
+    assert page["trainer"].strategy.config.hybrid_shard_degree == 2
+
+
+@fragments("docs/reference/report.md", "report.headline.goodput")
+def report(page):
+    page.run("report.headline.goodput")
+    assert not page["folder"].exists()
+
+
 DATA = ("def source():", "data[0]", "ckpt_path=...", "data_world_size=8", "BatchCacheConfig(")
 
 

@@ -10,10 +10,12 @@ PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
     "errors _registration",
     "env events checkpoint_names",
+    "ledger",
     "comm data delayed_init memory precision",
     "parallel elastic",
     "recovery",
     "fault_injection planning",
+    "report doctor",
     "lightning accelerate session presets smp",
     "cli",
 )
@@ -24,6 +26,7 @@ BROAD_EXCEPT_ALLOWED = {
     "_autoload.py",  # an exception there would break `import torch` for everybody
     "lightning/trainer_entries.py",  # a failing hook after a fit must not end the job, nor hang the other ranks
     "events.py",  # a listener's mistake must not end a repair
+    "ledger.py",  # a loss of a type of the program that cannot be read must not fail a committed step
     "recovery/shutdown.py",  # a checkpoint that fails must not hide why the job ends
     "recovery/step.py",  # whatever a user's step raises is a fault of that step, and is raised again
 }

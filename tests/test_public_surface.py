@@ -17,6 +17,7 @@ PACKAGES = (
     "comm",
     "data",
     "delayed_init",
+    "doctor",
     "elastic",
     "fault_injection",
     "lightning",
@@ -25,6 +26,7 @@ PACKAGES = (
     "planning",
     "precision",
     "recovery",
+    "report",
     "session",
     "smp",
 )

@@ -62,6 +62,18 @@ def test_checkpoints_are_read_back_as_they_were_saved(tmp_path):
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
 
 
+def test_the_ledger_is_timed_with_and_without(tmp_path):
+    findings = run_quickly("ledger.py", tmp_path)["findings"]
+    assert findings["samples_s"].keys() == {"off", "on"}
+    assert 50 < findings["bytes_per_step"] < 4096
+
+
+def test_a_run_with_kills_is_forecast_from_its_ledger(tmp_path):
+    findings = run_quickly("forecast.py", tmp_path)["findings"]
+    assert findings["ledger_s"] > 0
+    assert findings["forecast_s"] > 0
+
+
 def test_the_planner_simulates_every_policy_under_every_model_of_failures(tmp_path):
     findings = run_quickly("planner.py", tmp_path)["findings"]  # it fails with more than 10 s for one of them
     assert len({(each["failures"], each["policy"]) for each in findings["samples"]}) == 2 * 3 * 8
