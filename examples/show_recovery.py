@@ -200,9 +200,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/show_recovery"))
     args = parser.parse_args()
     console = Console()
-    console.print(
-        "Two runs of the same training, about two minutes. Output of the processes:", f"{args.folder}/*/*.log"
-    )
+    sys.stdout.reconfigure(line_buffering=True)  # also where a file or a pipe follows
+    console.print(f"Two runs of the same training, about two minutes. Their output is in {args.folder}/*/*.log")
     screen = Screen(console, args.steps, "hyperpod: kill, heal, grow, shrink")
     stories = {"undisturbed": ("2:2", run_undisturbed), "disturbed": ("2:3", run_disturbed)}
     digests, report = {}, None
