@@ -43,7 +43,8 @@ class PlannedPolicy:
             return ""
         if math.isinf(self.runs.time_ratio.mean):
             return f"{name}: some runs take more than {GIVE_UP:g} times their work, and were given up"
-        differs = f"{100 * (self.forecast.time_ratio / self.runs.time_ratio.mean - 1):+.2f} %"
+        change = self.forecast.time_ratio / self.runs.time_ratio.mean - 1
+        differs = f"{100 * change:+.2f} %" if math.isfinite(change) else "no progress at all"
         if reasons:
             return f"{name}: the closed form ({differs}) does not hold here: {reasons}"
         return f"{name}: the closed form ({differs}) is outside of the interval, which can happen by chance"
@@ -88,21 +89,35 @@ class JobPlan:
     remarks: tuple[str, ...] = ()
     """What was decided before, such as the degrees that fit the memory."""
 
-    def lines(self) -> list[str]:
-        """The plan as text."""
+    def heading(self) -> str:
+        """The job in a line."""
         scenario = self.scenario
         size = f"{scenario.num_nodes} nodes x {scenario.accelerators_per_node} accelerators"
         work = f"{scenario.work_s / DAY_S:.4g} days of work, {_duration(scenario.mtbf_s)} between failures"
         replicas = f"{scenario.num_replicas} replica{'s' if scenario.num_replicas > 1 else ''}"
-        lines = [f"{size}, {replicas}, {work}", *self.remarks, ""]
-        lines += aligned([self._header(), *(self._cells(each) for each in self.policies)], right=range(1, 9))
-        notes = [note for each in self.policies for note in (each.note(), each.note_of_rarity()) if note]
-        notes += [f"{name}: {reason}" for name, reason in self.refused]
-        explained = (
+        return f"{size}, {replicas}, {work}"
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header, and a row of cells for each policy."""
+        return [self._header(), *(self._cells(each) for each in self.policies)]
+
+    def notes(self) -> list[str]:
+        """How to read the table, and what to know of each policy, in sentences."""
+        found = [
             f"In parentheses: 95 % interval of the mean of {self.num_runs} simulated runs. 5 - 95 %: of the runs.",
             "Against restart: the one with as many nodes, and with spares or standby nodes where the policy has them.",
-        )
-        return [*lines, "", *explained, *notes, "", *aligned([each.cells() for each in _sizes(scenario)])]
+        ]
+        found += [note for each in self.policies for note in (each.note(), each.note_of_rarity()) if note]
+        return found + [f"{name}: {reason}" for name, reason in self.refused]
+
+    def sizes(self) -> list[tuple[str, ...]]:
+        """Numbers that closed forms recommend: name, value, and why."""
+        return [tuple(each.cells()) for each in _sizes(self.scenario)]
+
+    def lines(self) -> list[str]:
+        """The plan as text."""
+        table = aligned(self.table(), right=range(1, 9))
+        return [self.heading(), *self.remarks, "", *table, "", *self.notes(), "", *aligned(self.sizes())]
 
     def as_dict(self) -> dict[str, Any]:
         """The plan, for JSON."""

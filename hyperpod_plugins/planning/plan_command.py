@@ -20,6 +20,7 @@ from hyperpod_plugins.planning.failures import (
 )
 from hyperpod_plugins.planning.memory_plan import GIB, TrainingShape, smallest_degrees
 from hyperpod_plugins.planning.plan import make_plan, spares_for
+from hyperpod_plugins.planning.plan_page import write_plan_page
 from hyperpod_plugins.planning.published_figures import figure_lines, published_figures
 from hyperpod_plugins.planning.scenario import FIELD_RETRIES, NODE_LOSS_FRACTION, RetryChain, Scenario, StageTimes
 
@@ -50,6 +51,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}  # so that --help shows no "(default: None)"
     parser.add_argument("--preset", choices=["seeds"], help="print published figures beside ours, only", **hidden)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--page", help="also write the plan as a page of HTML to this file", default=argparse.SUPPRESS)
     job = parser.add_argument_group("the job")
     job.add_argument("--nodes", type=int, help="nodes that train, without spares", **hidden)
     job.add_argument("--accelerators-per-node", type=int, default=8, help="accelerators of a node")
@@ -114,6 +116,12 @@ def plan_text(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     plan = make_plan(
         scenario, failures=failures, lemons=lemons, num_runs=arguments.runs, seed=arguments.seed, remarks=remarks
     )
+    page: str | None = vars(arguments).get("page")
+    if page is not None:
+        try:
+            write_plan_page(plan, page)
+        except OSError as error:
+            raise ConfigError(f"the page cannot be written to {page}: {error.strerror}") from error
     return ([json.dumps(plan.as_dict(), indent=2)] if arguments.json else plan.lines()), True
 
 
