@@ -303,10 +303,16 @@ def _measure(wire: Wire, peer: str, token: bytes) -> PeerFacts:
     return PeerFacts(peer=peer, offset_s=offset_s, round_trip_s=round_trip_s, upload=upload, download=download)
 
 
+_LATEST_NS = 1 << 62
+"""Unix time in the year 2116; differences of earlier times fit a frame."""
+
+
 def _exchange_times(wire: Wire) -> tuple[int, int, int, int]:
     sent_ns = time.time_ns()
     wire.send_frame(_CLOCK)
     received_ns, answered_ns = wire.expect(_CLOCK)
+    if not 0 <= received_ns <= answered_ns < _LATEST_NS:
+        raise _PeerError("its clock gave times that cannot be")
     return sent_ns, received_ns, answered_ns, time.time_ns()
 
 

@@ -295,3 +295,16 @@ def test_two_processes_measure_each_other():
     for text in (caller.stdout, said):
         assert re.search(r"^ok +peer-clock +the clock of 127\.0\.0\.1", text, re.MULTILINE), text
         assert re.search(r"^\w+ +peer-bandwidth +\d+\.\d+ GB/s to 127\.0\.0\.1", text, re.MULTILINE), text
+
+
+@pytest.mark.parametrize("times", [(-1, 0), (5, 4), (0, 2**63 - 1), (-(2**63), 2**63 - 1)])
+def test_a_clock_that_says_what_cannot_be_is_told(times):
+    class Answers:
+        def send_frame(self, *_):
+            pass
+
+        def expect(self, _):
+            return times
+
+    with pytest.raises(peer._PeerError, match="times that cannot be"):
+        peer._exchange_times(Answers())
