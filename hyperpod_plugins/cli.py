@@ -141,7 +141,14 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
 def _top(arguments: argparse.Namespace) -> int:
     from hyperpod_plugins.report.top_command import run_top
 
-    return run_top(arguments)
+    try:
+        code = run_top(arguments)
+    except KeyboardInterrupt:
+        code = 130
+    if sys.stdout.isatty():  # the thread that reads the store may be in torch's client, which aborts at an ordinary end
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:

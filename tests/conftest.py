@@ -1,6 +1,7 @@
 """A clean environment for every test, and the harness for real ranks as the fixture `run_ranks`."""
 
 import os
+import signal
 from pathlib import Path
 
 if os.environ.get("HYPERPOD_TEST_DEVICE", "cpu") == "cpu":
@@ -19,6 +20,8 @@ from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS
 # torch's store asks for the name of each client; an answer that does not come costs 5 s by default.
 os.environ.setdefault("RES_OPTIONS", RESOLVER_OPTIONS)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a command in the background; programs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is no failure
 hypothesis.settings.load_profile("shared machine")
 
