@@ -18,10 +18,12 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from hyperpod_plugins.elastic.process import exit_at_once
 from hyperpod_plugins.elastic.rendezvous.control import Request, Ticket, send
 from hyperpod_plugins.elastic.store.records import printable
 from hyperpod_plugins.errors import ConfigError, HyperPodError
@@ -141,13 +143,21 @@ def _add_top_arguments(parser: argparse.ArgumentParser) -> None:
 def _top(arguments: argparse.Namespace) -> int:
     from hyperpod_plugins.report.top_command import run_top
 
+    return _watched(run_top, arguments)
+
+
+def _watched(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command that watches a job; its thread may be left in the client of a store that does not answer."""
+    from hyperpod_plugins.report.watch import WATCHING
+
     try:
-        code = run_top(arguments)
+        code = run(arguments)
     except KeyboardInterrupt:
         code = 130
-    if sys.stdout.isatty():  # the thread that reads the store may be in torch's client, which aborts at an ordinary end
-        sys.stdout.flush()
-        os._exit(code)
+    except SystemExit as ends:
+        code = int(ends.code or 0)
+    if any(thread.name == WATCHING for thread in threading.enumerate()):
+        exit_at_once(code)
     return code
 
 
@@ -160,7 +170,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from hyperpod_plugins.report.serve_command import run_serve
 
-    return run_serve(arguments)
+    return _watched(run_serve, arguments)
 
 
 def describe_status(status: dict[str, int]) -> str:

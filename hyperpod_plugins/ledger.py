@@ -4,7 +4,7 @@ At each moment the main thread is in one category of time, so the categories of 
 `ledger.enter` says that another one begins; a `phase` is one with an end. A thread of its own writes what has come
 together, a few times a second, so a step pays for some readings of the clock and a short list.
 
-Whoever reads the files finds, for each process, one line `process`, then lines `step` (a committed step, with the
+A file has, for each process, one line `process`, then lines `step` (a committed step, with the
 seconds of each category since the line before), `time` (the same without a step), `event` (an `Event`), and `end`.
 Lines of a killed process end somewhere, the last one perhaps in its middle. `report.run_files` reads them.
 """
@@ -72,7 +72,7 @@ class TimeCategory(StrEnum):
     """Waiting in a step for slower ranks; a part of `STEP` that only the reader of all ledgers can tell."""
     EVALUATION = "evaluation"
     OTHER = "other"
-    """Hooks between steps, logging, and what nobody has named."""
+    """Hooks between steps, logging, and everything else."""
 
 
 _INSIDE_A_STEP = frozenset({TimeCategory.STEP, TimeCategory.DATA_WAIT, TimeCategory.SNAPSHOT, TimeCategory.OTHER})
@@ -237,7 +237,7 @@ class Ledger:
             _add(booked, TimeCategory.DETECT, detect_s)
         _add(self._totals, TimeCategory.STEP, -lost_s)
         self._settle()
-        self._category = category
+        self._category, self._result = category, None
 
     def note(self, **details: Any) -> None:
         """Add details, JSON, to the line of the present step."""

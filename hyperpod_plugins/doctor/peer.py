@@ -4,7 +4,7 @@
 the listener has printed: a stranger learns nothing and measures nothing. Then the caller asks and the listener
 answers, in frames of a fixed size: the listener's times for an offset, a number of bytes to receive or to send, and at
 last what the caller has found. Both close the connection at anything else. A deadline bounds the whole conversation on
-either side, so that a peer that is stopped holds up nobody.
+either side, so that a stopped peer holds up no other process.
 
 [Note: offset] As in NTP (RFC 5905): with the caller's times t0 and t3 and the listener's t1 and t2 the offset is
 ((t1 - t0) + (t2 - t3)) / 2, wrong by half of the round trip at most; the exchange with the shortest one counts.

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from hyperpod_plugins.env import SNAPSHOTS_VARIABLE, shared_memory_folder
 
@@ -78,6 +79,18 @@ class ProgramEnd:
 
 program_end = ProgramEnd()
 """Of this process."""
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """End the process while threads may wait in torch's store client.
+
+    Such a thread cannot be joined in time. If it returned while the interpreter shuts down, C++ would abort the
+    process: its exit code would be that of SIGABRT.
+    """
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: nothing public runs them before `os._exit`
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def signal_name(number: int) -> str:

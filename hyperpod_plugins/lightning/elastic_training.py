@@ -418,6 +418,9 @@ class ElasticState:
     def step(self, optimizer: Optimizer) -> Generator[None]:
         """Scale the learning rate for the present batch; the optimizer steps inside this context."""
         options, trainer = self.options, self._trainer
+        if not (options.batch.follows_world or ledger.is_active):
+            yield
+            return
         assert trainer is not None
         loader = _train_loaders(trainer)[0]
         num_samples = loader.batch_sampler.step_size(trainer.fit_loop.epoch_loop.batch_idx)

@@ -1,5 +1,8 @@
 """`GoodputMonitor`: where the time of a fit goes, in the progress bar and in the trainer's loggers."""
 
+# The strategy alone knows whether recovery books the time.
+# pyright: reportPrivateUsage=false
+
 import itertools
 import os
 from functools import partial
@@ -12,6 +15,7 @@ from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.ledger import TimeCategory, goodput_metrics, ledger
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
+from hyperpod_plugins.lightning.strategy import HyperPodStrategy
 
 _fit_numbers = itertools.count()
 """Of the fits of this process whose time this callback has booked."""
@@ -30,8 +34,8 @@ class GoodputMonitor(Callback):
 
     def __init__(self, every_num_steps: int = 50, prefix: str = "hyperpod/") -> None:
         self._every_num_steps, self._prefix = every_num_steps, prefix
-        self._books = False
-        """Whether this callback books the time: no recovery does."""
+        self._has_opened = self._books = False
+        """Whether this callback has opened the ledger, and whether it books the time: no recovery does."""
         self._num_steps = 0
         """Optimizer steps that have been seen."""
         self._end_saves = self._end_shown = _nothing
@@ -46,7 +50,9 @@ class GoodputMonitor(Callback):
             path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
             ledger.open(path, {"run_id": "", "worker_id": rank})
             ledger.write("entry", entry=next(_fit_numbers))
-            self._books = True
+            self._has_opened = True
+            self._books = not (isinstance(trainer.strategy, HyperPodStrategy) and trainer.strategy._recovery.is_active)
+        if self._books:
             save = ledger.phase(TimeCategory.CHECKPOINT_SAVE)(trainer.save_checkpoint)
             self._end_saves = override_method(trainer, "save_checkpoint", save)
         bar: Any = trainer.progress_bar_callback
@@ -109,9 +115,10 @@ class GoodputMonitor(Callback):
     def _close(self) -> None:
         self._end_shown()
         self._end_shown = _nothing
-        if self._books:
-            self._books = False
-            self._end_saves()
+        self._end_saves()
+        self._end_saves = _nothing
+        if self._has_opened:
+            self._has_opened = self._books = False
             ledger.close()
 
 

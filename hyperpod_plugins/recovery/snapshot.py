@@ -35,7 +35,7 @@ import torch.distributed as dist
 from hyperpod_plugins.comm import WORLD, Channel, ResilientProcessGroup, break_groups, group_health
 from hyperpod_plugins.comm.work import PeerWait, raise_peer_lost
 from hyperpod_plugins.errors import ConfigError, PeerLost, RecoveryError
-from hyperpod_plugins.ledger import ledger
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.plan import NO_STATE, buddies, sources_of
 from hyperpod_plugins.recovery.snapshot_memory import SharedMemory, SharedSlots, Snapshot
@@ -418,6 +418,10 @@ class Snapshots:
         self._pace.begin_step(step, time.perf_counter())
         if self._is_off or not self._pace.is_due(step):
             return
+        with ledger.phase(TimeCategory.SNAPSHOT):
+            self._snapshot_now(step, describe)
+
+    def _snapshot_now(self, step: int, describe: Callable[[], bytes]) -> None:
         self.wait()
         if not group_health.is_unavailable and self._pace.adopt() and self._rank == 0:
             log.warning("%s", self._pace)

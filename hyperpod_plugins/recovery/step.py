@@ -271,8 +271,7 @@ class StepTransaction:
     def _maybe_snapshot(self) -> None:
         """Take a snapshot if one is due; on a retry too, so that survivors take one wherever a joiner does."""
         if self._snapshots is not None:
-            with ledger.phase(TimeCategory.SNAPSHOT):
-                self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
+            self._snapshots.maybe_snapshot(self.step, self._training_loop.capture_own_state)
 
     def _attempt(self, compute: Callable[[], T], commit: Callable[[T], R]) -> Pending[R]:
         """Compute in tolerant mode. An exception while the groups are healthy is this rank's own."""

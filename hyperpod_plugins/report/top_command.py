@@ -72,7 +72,7 @@ def run_top(arguments: argparse.Namespace) -> int:
 
 
 def _show_lines(watch: JobWatch, interval_s: float) -> JobView | None:
-    """Print a view at each interval; returns the last one, or None if nobody reads."""
+    """Print a view at each interval; returns the last one, or None if the reader is gone."""
     time.sleep(min(interval_s, 1.0))
     while True:
         view = watch.view

@@ -33,6 +33,9 @@ _MAX_EXITS_READ = 16
 """Ranks at a look of which it is read whether their processes have ended, a request each."""
 _HANGS_S = 5.0
 """A look takes some milliseconds."""
+WATCHING = "hyperpod-watch"
+"""Name of the thread that reads the store."""
+_STOP_S = 1.0
 RETRY_S = 60.0
 """How long a store that does not answer is asked again."""
 
@@ -98,13 +101,15 @@ class JobWatch:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="hyperpod-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WATCHING, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the thread to end."""
+        """End the thread; one whose store does not answer is left."""
         self._is_stopped.set()
         self._is_due.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
 
     def ask_to_kill(self, rank: RankView) -> None:
         """Ask the agent of this rank to kill the process that was shown, soon and not in this thread."""

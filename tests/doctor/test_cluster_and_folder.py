@@ -176,7 +176,7 @@ def test_an_absent_folder_is_not_created(tmp_path):
 
 
 def test_a_file_is_no_folder(tmp_path):
-    """A superuser may write anywhere, so a file stands for what nobody can write to."""
+    """A superuser may write anywhere, so a file stands for a folder that cannot be written."""
     file = tmp_path / "file"
     file.write_text("kept")
     assert gather_folder(file).error_number == errno.ENOTDIR

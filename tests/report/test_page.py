@@ -101,7 +101,7 @@ def test_no_asset_ends_its_element():
     for path in assets.iterdir():
         if path.suffix in (".js", ".css"):
             assert "</s" not in path.read_text(encoding="utf-8"), path
-    assert "Leon Sorokin" in page_html(synthetic_report())  # whoever gets the page gets the licence of uPlot
+    assert "Leon Sorokin" in page_html(synthetic_report())  # the licence of uPlot comes with the page
 
 
 def test_a_large_run_is_a_small_file():

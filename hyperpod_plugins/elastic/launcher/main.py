@@ -8,7 +8,6 @@ in: with Lightning's `Trainer(strategy="hyperpod")` it is.
 """
 
 import argparse
-import atexit
 import contextlib
 import importlib.util
 import math
@@ -18,7 +17,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import cast
 
 from torch.distributed import DistError
 from torch.distributed.argparse_util import env
@@ -42,7 +41,12 @@ from hyperpod_plugins.elastic.launcher.fork_client import ForkServerOptions
 from hyperpod_plugins.elastic.launcher.local_workers import Program, failure_report
 from hyperpod_plugins.elastic.launcher.round import AgentOptions
 from hyperpod_plugins.elastic.membership.restart_policy import RestartPolicy
-from hyperpod_plugins.elastic.process import RESOLVER_OPTIONS, raise_open_file_limit, set_snapshot_folder
+from hyperpod_plugins.elastic.process import (
+    RESOLVER_OPTIONS,
+    exit_at_once,
+    raise_open_file_limit,
+    set_snapshot_folder,
+)
 from hyperpod_plugins.elastic.rendezvous.backends import CONNECTING
 from hyperpod_plugins.elastic.rendezvous.handler import NAME as SLOTS
 from hyperpod_plugins.elastic.rendezvous.handler import create_rendezvous
@@ -328,20 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `hyperpodrun` and return its exit code."""
     code = _run_job(get_parser().parse_args(argv))
     if any(thread.name in (CONNECTING, KEEPING_ALIVE) for thread in threading.enumerate()):
-        _exit_at_once(code)
+        exit_at_once(code)
     return code
-
-
-def _exit_at_once(code: int) -> NoReturn:
-    """End the process while threads may wait in torch's store client.
-
-    Such a thread cannot be joined in time. If it returned while the interpreter shuts down, C++ would abort the
-    process: its exit code would be that of SIGABRT.
-    """
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]: nothing public runs them before `os._exit`
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _run_job(args: argparse.Namespace) -> int:
