@@ -58,10 +58,10 @@ class CheckpointlessRecovery(Callback):
             replica: all ranks return to the newest complete snapshot and redo at most this many steps, or up to twice
             as many if the interval is longer than one step and the fault interrupts the exchange of a snapshot. If
             all copies of a shard are on one node (each shard exists once, or all replicas share a node), `"auto"`
-            takes snapshots as often as they cost less than 0.5 % of the time; it measures the cost in the first steps
-            and prints the interval. If the copies of each shard are on several nodes, `"auto"` takes none: when all
-            of them are lost at once, all ranks return to the last checkpoint. `"unreplicated"`: like `"auto"`, but
-            only while each shard exists once.
+            takes snapshots as often as they cost less than 0.5 % of the time, or 0.2 % where only the loss of all ranks
+            at once needs them; it measures the cost in the first steps and prints the interval. If the copies of each
+            shard are on several nodes, `"auto"` takes none: when all of them are lost at once, all ranks return to
+            the last checkpoint. `"unreplicated"`: like `"auto"`, but only while each shard exists once.
         snapshot_memory_fraction: largest fraction of a node's memory for the snapshots of all its ranks.
         rank_local_state: what to do when the rank-local state of a lost rank (buffers written by its steps, metrics,
             means of the epoch) is lost, because its buddy was lost too or the state was larger than 1 MiB. If there

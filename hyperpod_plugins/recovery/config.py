@@ -10,7 +10,7 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel.topology import Topology
 from hyperpod_plugins.recovery.protocols import RetryPolicy
 from hyperpod_plugins.recovery.replica_comparison import Interval
-from hyperpod_plugins.recovery.snapshot import MAX_COST, SnapshotPolicy
+from hyperpod_plugins.recovery.snapshot import MAX_COST, MAX_COST_OF_RARE, SnapshotPolicy
 from hyperpod_plugins.recovery.watchdog import HangPolicy
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,10 @@ class RecoveryOptions:
     most this many steps again; up to twice as many if this is more than one and the fault interrupts the exchange of
     a snapshot. With `"auto"`, if all copies of a shard are on one node (each shard exists once, or all replicas share
     a node), snapshots are taken as often as they cost less than 0.5 % of the time, which is measured in the first
-    steps and printed. If the copies of each shard are on several nodes, `"auto"` takes none: if all of them are lost
-    at once, all ranks return to the last checkpoint. `"unreplicated"`: the same, but only while each shard exists
-    once."""
+    steps and printed; or less than 0.2 %, if only the loss of all ranks at once needs them: all ranks are on one
+    node, replicas of each shard among them, and its launcher replaces single ranks. If the copies of each shard are on
+    several nodes, `"auto"` takes none: if all of them are lost at once, all ranks return to the last checkpoint.
+    `"unreplicated"`: the same, but only while each shard exists once."""
     snapshot_memory_fraction: float = 0.5
     """Largest fraction of a node's memory for the snapshots of all its ranks."""
     rank_local_state: Literal["exact", "replica"] = "exact"
@@ -113,15 +114,17 @@ class RecoveryOptions:
         """When to stop retrying a step."""
         return RetryPolicy(max_attempts=self.max_attempts, needs_rank_local_state=self.rank_local_state == "exact")
 
-    def snapshots(self, topology: Topology) -> SnapshotPolicy:
-        """How to take snapshots in a job with this topology."""
+    def snapshots(self, topology: Topology, *, restarts_node: bool = False) -> SnapshotPolicy:
+        """How to take snapshots in a job with this topology; `restarts_node`: see `cost_of_loss`."""
         every = self.snapshot_every_steps
         is_safe = not topology.has_shard_on_one_node or (every == "unreplicated" and topology.replicate_degree > 1)
         is_measured = every in _MEASURED
         if topology.world_size == 1 or (is_measured and is_safe):
             return SnapshotPolicy()
         needs_buddies = not is_measured or topology.replicate_degree == 1 or not topology.is_one_node
-        return replace(self._snapshots, needs_buddies=needs_buddies)
+        is_rare = not needs_buddies and not restarts_node
+        max_cost = MAX_COST_OF_RARE if is_rare else MAX_COST
+        return replace(self._snapshots, needs_buddies=needs_buddies, max_cost=max_cost)
 
     def cost_of_loss(self, topology: Topology, *, restarts_node: bool = False, outlives: bool = True) -> str:
         """What losses cost a job with this topology, and how to lose less: one line for the log.
@@ -137,7 +140,8 @@ class RecoveryOptions:
         )
         if not topology.has_shard_on_one_node:
             return f"the loss of a rank, or of all ranks of a node, {replaced}"
-        since_snapshot, since_checkpoint = self._since(topology), "since the last checkpoint"
+        since_snapshot = self._since(topology, restarts_node=restarts_node)
+        since_checkpoint = "since the last checkpoint"
         of_node = since_snapshot if outlives or not topology.is_one_node else since_checkpoint
         if topology.replicate_degree > 1 and not restarts_node:
             return (
@@ -161,13 +165,13 @@ class RecoveryOptions:
         also = "" if of_rank == of_node else f" The loss of all ranks at once costs those {of_node}."
         return f"the loss of a rank costs the steps {of_rank}, {why}.{also} {how} to lose none"
 
-    def _since(self, topology: Topology) -> str:
+    def _since(self, topology: Topology, *, restarts_node: bool) -> str:
         """Since when steps are lost if all copies of a shard are: a clause for the log."""
-        policy = self.snapshots(topology)
+        policy = self.snapshots(topology, restarts_node=restarts_node)
         if policy.is_measured:
             return (
                 "since the last buddy snapshot (one after each step, or as many as cost "
-                f"{100 * MAX_COST:g} % of the time)"
+                f"{100 * policy.max_cost:g} % of the time)"
             )
         if policy.every_steps:
             return f"since the last buddy snapshot (one after every {policy.every_steps} steps)"

@@ -207,7 +207,7 @@ class RecoveryEngine:
                 num_ended=len(ended_entries(member.job_store)),
                 is_joining=member.is_joining,
             )
-            policy = self.options.snapshots(topology)
+            policy = self.options.snapshots(topology, restarts_node=bool(member.job.agent_pid))
             if job is not None:
                 policy = job.snapshots(policy)
             self.snapshots = Snapshots(policy, state, topology, snapshot_group, memory)

@@ -45,12 +45,12 @@ from hyperpod_plugins.recovery.state_transfer import TrainingState, num_bytes_of
 
 MAX_COST = 0.005
 """Largest fraction of the step time that snapshots may cost."""
+MAX_COST_OF_RARE = 0.002
+"""The same where only the loss of all ranks at once needs them, which is rare."""
 _NUM_STEPS = 20
 _NUM_BEFORE = 3
 _CHANGE = 2
 """The interval changes again only if the wanted one is longer or shorter by at least this factor."""
-_AIM = MAX_COST / _CHANGE
-"""What the wanted interval costs, so that one which does not change yet costs no more than the limit."""
 
 
 class SnapshotPace:
@@ -62,13 +62,18 @@ class SnapshotPace:
     exchange the interval that they use, and fall back to the initial one if these differ.
     """
 
-    def __init__(self, every_steps: int, *, is_measured: bool) -> None:
-        """Start with an interval of `every_steps`, 0 for no snapshots; it is fixed unless `is_measured`."""
-        self.every_steps = every_steps
+    def __init__(self, every_steps: int, *, is_measured: bool, max_cost: float = MAX_COST) -> None:
+        """Start with an interval of `every_steps`, 0 for no snapshots; it is fixed unless `is_measured`.
+
+        `max_cost`: largest fraction of the time that snapshots may cost.
+        """
+        self.every_steps, self._max_cost = every_steps, max_cost
         self._first, self._is_measured = every_steps, is_measured
         self._agreed = every_steps
         self._is_known = self._is_told = False
         self._last: tuple[int, float] | None = None
+        self._in_step_s = 0.0
+        """Of the time since then, what snapshots took: a step is no longer for it once they are rare."""
         self._num_before = _NUM_BEFORE
         self._steps_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._copies_s: deque[float] = deque(maxlen=_NUM_STEPS)
@@ -96,23 +101,26 @@ class SnapshotPace:
             if self._num_before:
                 self._num_before -= 1
             else:
-                self._steps_s.append(now_s - last[1])
+                self._steps_s.append(max(now_s - last[1] - self._in_step_s, 0.0))
+        self._in_step_s = 0.0
 
     def record_copy(self, duration_s: float) -> None:
         """Record how long training waited for a copy."""
         self._copies_s.append(duration_s)
+        self._in_step_s += duration_s
 
     def record_exchange(self, duration_s: float, busy_s: float) -> None:
         """Record how long an exchange took, and the CPU time that its thread used."""
         self._exchanges_s.append(duration_s)
         self._busy_s.append(busy_s)
+        self._in_step_s += busy_s
 
     def wanted_steps(self) -> int:
         """The interval that this rank wants; 0 if it has not measured enough yet."""
         if not (self._is_measured and self._steps_s and self._exchanges_s):
             return 0
         cost_s = median(self._copies_s) + median(self._busy_s)
-        return wanted_interval(cost_s, median(self._exchanges_s), median(self._steps_s))
+        return wanted_interval(cost_s, median(self._exchanges_s), median(self._steps_s), self._max_cost / _CHANGE)
 
     def agree_on(self, wanted: Sequence[int]) -> None:
         """Agree on an interval from what each rank wants, by rank; called when the exchange has ended."""
@@ -143,20 +151,22 @@ class SnapshotPace:
             return f"buddy snapshots: every {self.every_steps} steps"
         cost_ms, step_ms = 1000 * (median(self._copies_s) + median(self._busy_s)), 1000 * median(self._steps_s)
         return (
-            f"buddy snapshots: every {self.every_steps} steps, to cost at most {100 * MAX_COST:g} % of the time (one "
-            f"takes {cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps to choose another interval"
+            f"buddy snapshots: every {self.every_steps} steps, to cost at most {100 * self._max_cost:g} % of the time "
+            f"(one takes {cost_ms:.1f} ms, a step {step_ms:.1f} ms); set snapshot_every_steps for another interval"
         )
 
 
-def wanted_interval(cost_s: float, exchange_s: float, step_s: float) -> int:
-    """The smallest interval, in steps, at which snapshots cost at most `_AIM` and no exchange delays the next one.
+def wanted_interval(cost_s: float, exchange_s: float, step_s: float, aim: float) -> int:
+    """The smallest interval, in steps, at which snapshots cost at most `aim` and no exchange delays the next one.
 
     Args:
         cost_s: training time that one snapshot costs.
         exchange_s: duration of its exchange in the background.
-        step_s: duration of a step.
+        step_s: duration of a step without snapshots.
+        aim: wanted fraction of the time, below the limit: an interval that does not change yet is off by some factor.
     """
-    return max(1, math.ceil(cost_s / (_AIM * step_s)), math.ceil(exchange_s / step_s))
+    step_s = max(step_s, 1e-6)
+    return max(1, math.ceil(cost_s / (aim * step_s)), math.ceil(exchange_s / step_s))
 
 
 def agreed_interval(now: int, wanted: Sequence[int], *, is_first: bool) -> int:
@@ -198,6 +208,8 @@ class SnapshotPolicy:
     """Whether exceeding the memory limit is an error; otherwise snapshots are turned off with a warning."""
     needs_buddies: bool = True
     """Whether buddies keep copies even if all snapshots are in shared memory."""
+    max_cost: float = MAX_COST
+    """Largest fraction of the time that they may cost, if they are measured."""
 
     def __post_init__(self) -> None:
         """Validate the values."""
@@ -346,7 +358,7 @@ class Snapshots:
             if memory is None
             else (memory.slots("own", self._rank), memory.slots("source", self.source_rank))
         )
-        self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured)
+        self._pace = SnapshotPace(policy.every_steps, is_measured=policy.is_measured, max_cost=policy.max_cost)
         self._own = SnapshotBuffer(is_pinned=is_pinned, slots=own)
         self._of_source = SnapshotBuffer(is_pinned=is_pinned, slots=of_source)
         for buffer in (self._own, self._of_source):
