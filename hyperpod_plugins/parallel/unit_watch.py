@@ -61,6 +61,7 @@ from hyperpod_plugins.parallel.gather_trace import (
     is_same_on_ranks,
 )
 from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, follow_parameters, followed_parameters
+from hyperpod_plugins.parallel.gathering_in_place import gather_in_place
 from hyperpod_plugins.parallel.module_outputs import follow_outputs
 from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction, shard_size
 
@@ -664,6 +665,8 @@ class _Unit:
         self.is_active = False
         """Whether the unit ran in a forward whose backward has not ended."""
         self._overlapped = OverlappedReduction(group)
+        if shard_size(group) == 1:
+            gather_in_place(group)
         self._pre_forward, self._unshard = group.pre_forward, group.unshard
         self._post_backward, self._finalize_backward = group.post_backward, group.finalize_backward
         vars(group).update(
@@ -841,10 +844,11 @@ def _evaluation_message(ranks: Sequence[int], traces: Sequence[Sequence[int]], n
 def _written_message(names: Sequence[str]) -> str:
     return (
         f"the program wrote to parameters while they were gathered, in forward or training_step: {format_list(names)}. "
-        "That changes one step's copy, which is dropped when they are sharded again, so this step is not committed; "
-        "nothing has been updated. Write to parameters where each rank sees its shards: in on_train_batch_start or "
-        "on_train_batch_end, or between the steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), "
-        "normalize the rows that a forward returns, and initialize parameters before training instead of in a forward."
+        "That changes one step's copy, which is dropped when they are sharded again, or with one rank a shard the "
+        "parameters of one replica; so this step is not committed, and the optimizer has not stepped. Write to "
+        "parameters where each rank sees its shards: in on_train_batch_start or on_train_batch_end, or between the "
+        "steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), normalize the rows that a forward "
+        "returns, and initialize parameters before training instead of in a forward."
     )
 
 

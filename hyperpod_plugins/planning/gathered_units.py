@@ -60,7 +60,7 @@ class GatheredUnits:
         self._stored = {id(each): stored[name] for name, each in model.named_parameters()}
         self._reduced_dtype = mixed_precision_policy(config).reduce_dtype
         self._in_float8 = _gathered_in_float8(model, config)
-        self._keeps = not config.reshard_after_forward
+        self._keeps, self._is_offloaded = not config.reshard_after_forward, config.param_offload
         of_experts = {id(each) for part in experts for each in part.parameters()}
         blocks = {id(block) for block in find_blocks(model, config.block_classes)}
         self._experts = {id(part) for part in experts}
@@ -94,10 +94,12 @@ class GatheredUnits:
         self._prefetch(len(self._units) - 1)
 
     def _num_bytes(self, unit: nn.Module) -> int:
-        """What the parameters of a unit take while they are gathered."""
+        """What the parameters of a unit take while they are gathered; see `parallel/gathering_in_place.py`."""
+        is_in_place = self._num_shards(unit) == 1 and not self._is_offloaded
         return sum(
             self._numel(each) * (_FLOAT8 if id(each) in self._in_float8 else each.element_size())
             for each in self._parameters[id(unit)]
+            if not is_in_place or id(each) in self._in_float8 or self._stored[id(each)] != each.dtype
         )
 
     def _numel(self, parameter: Tensor) -> int:

@@ -3,7 +3,8 @@
     python tests/recovery/soak.py --kills 100 --seed 1 --transport nccl-like
 
 Prints one line a check, and exits with 1 if any failed: the same bits, no step logged with another value, survivors
-whose memory, descriptors and threads stay flat, no process left behind. `test_soak.py` runs it with a few kills and
+whose memory, descriptors and threads stay flat, no process left behind, and a ledger that knows of each kill which
+process it hit. `test_soak.py` runs it with a few kills and
 without rests, in which processes are measured.
 """
 
@@ -17,11 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 from faults import Job, left_processes, run_job, start, warm
 
+from hyperpod_plugins.report.make_report import run_report
+
+CAUSE = "killed by SIGKILL"
 SLOW_STEP_S = 0.05
 TIMEOUT_S, REST_S, NUM_RESTS, NUM_STEPS = 5, 8.0, 12, 900
 """Timeout of gloo, after which it lets go of what a fault left waiting; a rest without kills is longer than that."""
@@ -52,37 +57,40 @@ def measure(pid):
 
 
 def torment(agent, folder, num_kills, num_rests, pause_s, chooser, deadline_s):
-    """Kill one worker at a time, once all have trained since the last kill; returns what was measured of each process.
+    """Kill one worker at a time, once all have trained since the last kill.
+
+    Returns the pids of the killed, and what was measured of each process.
 
     One process, drawn in the beginning, is spared: it survives all. From time to time the job rests, and at the end of
     each rest all processes are measured: by then what faults have left waiting in gloo is gone, of which a storm has
     several at a time. There is no rest after the last kill: what connections there are depends on the last repair, and
     would stay the same.
     """
-    history, kills, spared = {}, 0, 0
+    history, killed, spared = {}, [], 0
     output, log = folder / "output", folder / "record-0.jsonl"
     rests = {round(num_kills * (index + 0.5) / num_rests) for index in range(num_rests)}
     while agent.poll() is None and time.monotonic() < deadline_s and not (log.exists() and log.read_text()):
         time.sleep(0.1)  # before the first step a loss makes all start again
     while agent.poll() is None and time.monotonic() < deadline_s:
-        if kills == num_kills or output.read_text().count("repaired in") < kills:
+        if len(killed) == num_kills or output.read_text().count("repaired in") < len(killed):
             time.sleep(0.1)  # the last one is being repaired, and holds the only copy of nothing
             continue
-        rests_now = kills in rests
+        rests_now = len(killed) in rests
         time.sleep(REST_S if rests_now else chooser.uniform(*pause_s))
         pids = workers(agent.mark)
         if len(pids) == 4:
-            rests.discard(kills)
+            rests.discard(len(killed))
             for pid in pids if rests_now else ():
                 with contextlib.suppress(OSError, KeyError):  # it ends just now
                     history.setdefault(pid, []).append(measure(pid))
             if spared not in pids:
                 spared = chooser.choice(pids)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(chooser.choice([pid for pid in pids if pid != spared]), signal.SIGKILL)
-                kills += 1
-                print(f"kill {kills}", flush=True)
-    return kills, history
+                chosen = chooser.choice([pid for pid in pids if pid != spared])
+                os.kill(chosen, signal.SIGKILL)
+                killed.append(chosen)
+                print(f"kill {len(killed)}", flush=True)
+    return killed, history
 
 
 def growth(history, num_rests):
@@ -100,6 +108,30 @@ def growth(history, num_rests):
             early, late = (max(each[index] for each in rests[:third]), min(each[index] for each in rests[-third:]))
             worst[index] = max(worst[index], late - early)
     return *worst, len(survivors)
+
+
+def ledger_faults(events, killed):
+    """In what the report of a run differs from what was done to it: lines for a reader."""
+    report = run_report(events)
+    processes = [(rank.rank, process) for rank in report.ranks for process in rank.processes]
+    found = {process.pid for _, process in processes if process.ending == CAUSE}
+    of_ranks, told = Counter(rank for rank, process in processes if process.pid in killed), Counter()
+    for incident in report.incidents:
+        first, *others = incident.cause.split("; ")
+        told[incident.rank] += first == CAUSE
+        told.update(int(each.removeprefix("rank ").removesuffix(f": {CAUSE}")) for each in others)
+    faults = [
+        f"rank {rank}: {told[rank]} failures told, {of_ranks[rank]} kills"
+        for rank in told | of_ranks
+        if told[rank] != of_ranks[rank]
+    ]
+    faults += [f"process {pid} was killed, or is said to have been, but not both" for pid in found ^ set(killed)]
+    if (failures := report.headline.num_failures) != len(killed):
+        faults.append(f"{failures} failures told, {len(killed)} kills")
+    for rank in report.ranks:
+        if abs((total_s := sum(rank.seconds.values())) - rank.wall_s) > 1e-3 * rank.wall_s:
+            faults.append(f"rank {rank.rank}: categories add up to {total_s:.2f} s of {rank.wall_s:.2f} s")
+    return faults
 
 
 def main():
@@ -130,9 +162,11 @@ def main():
         calm_s = time.monotonic() - began_s
         folder = Path(place, "storm")
         began_s = time.monotonic()
-        agent = start("ranks_lightning.py", folder, environ={**environ, "HYPERPOD_TEST_TRANSPORT": args.transport})
+        events = folder / "events"
+        told = {"HYPERPOD_TEST_TRANSPORT": args.transport, "HYPERPOD_EVENTS": str(events)}
+        agent = start("ranks_lightning.py", folder, environ=environ | told)
         try:
-            kills, history = torment(
+            killed, history = torment(
                 agent,
                 folder,
                 args.kills,
@@ -152,7 +186,7 @@ def main():
                 os.kill(pid, signal.SIGKILL)
         found = Job(folder, code, (folder / "output").read_text())
         check("exit codes", wanted.code == code == 0, f"{wanted.code}, {code}")
-        check("kills", kills == args.kills, str(kills))
+        check("kills", len(killed) == args.kills, str(len(killed)))
         check("no process left", not left, str(left))
         if code != 0:
             print(found.output[-6000:])
@@ -169,6 +203,8 @@ def main():
                 if name in ("loss_step", "val") and known.get((line["step"], name)) != value
             ]
             check(f"log of rank {rank}", not wrong, str(wrong[:3]))
+        faults = ledger_faults(events, killed)
+        check("ledger", not faults, "; ".join(faults))
         if args.rests:
             rss_mib, descriptors, threads, num_compared = growth(history, args.rests)
             check("memory flat", rss_mib < 30, f"{rss_mib:.1f} MiB more at most")
@@ -178,7 +214,7 @@ def main():
         lasted_s = [each for result in found.results() for each in result["lasted_s"]]
         if lasted_s:  # none in processes that all started again after the last step
             print(f"repairs: median {statistics.median(lasted_s):.2f} s, longest {max(lasted_s):.2f} s")
-        print(f"calm {calm_s:.0f} s, with {kills} kills {storm_s:.0f} s")
+        print(f"calm {calm_s:.0f} s, with {len(killed)} kills {storm_s:.0f} s")
         if not failed:
             tidy.callback(shutil.rmtree, place)
         else:

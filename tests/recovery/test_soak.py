@@ -17,4 +17,5 @@ def test_a_soak_of_a_few_kills():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok   kills 3" in told
     assert [line for line in told if line.startswith("kill ")] == [f"kill {number}" for number in range(1, 4)]
+    assert [line.strip() for line in told if "ledger" in line] == ["ok   ledger"]
     assert sum(line.startswith(("ok   bits of rank", "ok   log of rank")) for line in told) == 8
