@@ -13,7 +13,8 @@ So what the optimizer and a restore write is no write of the program to a gather
 # FSDP2's parameters have no public API.
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class GatheringInPlace:
         """The memory of the shard, as the gathered parameter; None if that has memory of its own."""
         self._init_outputs, self._free = of_fsdp.init_all_gather_outputs, of_fsdp.free_unsharded_param
         vars(of_fsdp).update(init_all_gather_outputs=self._choose_memory, free_unsharded_param=self._free_memory)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the gathered parameter exists, as a view of the present shard."""
+        of_fsdp = vars(self._of_fsdp)
+        return self._view is of_fsdp["_sharded_param_data"] and "_unsharded_param" in of_fsdp
 
     def _choose_memory(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], *args: Any, **kwargs: Any) -> None:
         """Called in each gather, before the shard is copied to where it is gathered: nowhere, if that is itself."""
@@ -56,8 +63,19 @@ class GatheringInPlace:
 
 def gather_in_place(group: Any) -> None:
     """Gather the parameters of an FSDP2 parameter group with one rank a shard in place from now on."""
-    for of_fsdp in group.fsdp_params:
-        GatheringInPlace(of_fsdp)
+    parameters = [GatheringInPlace(each) for each in group.fsdp_params]
+    if group.device.type == "cpu":
+        vars(group)["wait_for_unshard"] = partial(_wait_for_unshard, group, parameters, group.wait_for_unshard)
+
+
+def _wait_for_unshard(group: Any, parameters: Sequence[GatheringInPlace], of_torch: Callable[[], object]) -> None:
+    """End a gather. There is nothing to wait for if all parameters are views: only attributes of modules change."""
+    needs_torch = group.comm_ctx.all_gather_state is not None or not all(each.is_ready for each in parameters)
+    if group._all_gather_result is None or needs_torch:
+        of_torch()
+        return
+    group._to_unsharded()
+    group._all_gather_result = None
 
 
 def _is_whole(of_fsdp: Any, shard: Any, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:

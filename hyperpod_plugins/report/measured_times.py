@@ -37,8 +37,8 @@ def stage_times(report: RunReport) -> dict[str, list[float]]:
 def step_time_s(report: RunReport) -> float | None:
     """Mean time from one step to the next without failures, evaluations, checkpoints, snapshots and set-up."""
     left_out = {str(each) for each in (*FAILURE_CATEGORIES, *ELASTIC_CATEGORIES, *_NOT_OF_A_STEP)}
-    num_steps = len(report.steps.step)
-    if not num_steps:
+    of_ranks = sum(report.steps.world_size)
+    if not of_ranks:
         return None
     last_s = max(report.steps.at_s)
     inside = [
@@ -47,7 +47,7 @@ def step_time_s(report: RunReport) -> float | None:
         for begin_s, duration_s, category in rank.spans
         if begin_s < last_s and category not in left_out
     ]
-    return sum(inside) / len(report.ranks) / num_steps
+    return sum(inside) / of_ranks
 
 
 _NOT_OF_A_STEP = (

@@ -6,6 +6,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
+from report.synthetic_ledgers import SyntheticRun
 from report.synthetic_report import synthetic_report
 
 from hyperpod_plugins.cli import main
@@ -13,7 +14,8 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.planning.scenario import StageTimes
 from hyperpod_plugins.report.exports import export_spans, serve_prometheus
-from hyperpod_plugins.report.measured_times import failure_trace, stage_times
+from hyperpod_plugins.report.make_report import run_report
+from hyperpod_plugins.report.measured_times import failure_trace, stage_times, step_time_s
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_files import read_run
 from hyperpod_plugins.report.text import duration, markdown
@@ -100,6 +102,12 @@ def test_times_for_the_planner_are_those_of_the_run(tmp_path):
     assert len(trace["failures"]) == len(failures)
     assert len(found["restore_s"]) == sum(each.level != "none" for each in failures)
     StageTimes.means_of(found)
+
+
+def test_a_step_takes_as_long_as_on_the_ranks_that_were_there(tmp_path):
+    fixed = run_report(SyntheticRun(2).steps(8).finish().write(tmp_path / "fixed"))
+    grown = run_report(SyntheticRun(2).steps(4).grow().steps(4).finish().write(tmp_path / "grown"))
+    assert step_time_s(grown) == pytest.approx(step_time_s(fixed), rel=0.02)
 
 
 def test_the_command_writes_each_form(tmp_path, capsys):
