@@ -11,6 +11,7 @@ hyperpod rehearse --nproc-per-node 4 train.py ARGUMENTS
 hyperpod plan --nodes 256 --failures-per-node-day 0.004 --days 60 --replicas 8 --price 2
 hyperpod plan --preset seeds
 hyperpod report runs/today
+hyperpod export checkpoints/last.ckpt --to lightning
 hyperpod doctor --world-size 64 --local-world-size 8 --checkpoint-folder /fsx/run
 """
 
@@ -287,6 +288,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    from hyperpod_plugins.parallel.checkpoint.export_command import add_export_arguments
+
+    add_export_arguments(parser)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from hyperpod_plugins.parallel.checkpoint.export_command import run_export
+
+    for line in run_export(arguments):
+        _print(line)
+    return 0
+
+
 COMMANDS = (
     Command(
         name="report",
@@ -311,6 +326,12 @@ COMMANDS = (
         summary="expected time and price of a job by policy of recovery, simulated and by closed forms",
         add_arguments=_add_plan_arguments,
         run=_plan,
+    ),
+    Command(
+        name="export",
+        summary="write a sharded checkpoint as files that Lightning, transformers or torch open",
+        add_arguments=_add_export_arguments,
+        run=_export,
     ),
     Command(
         name="scale",

@@ -111,7 +111,7 @@ def export_safetensors(
         ):  # ValueError: a configuration that contradicts itself
             if is_writer:
                 if len(files) > 1:
-                    _write_index(part, weight_map, sum(sizes.values()))
+                    write_index(part, weight_map, sum(sizes.values()))
                 _write_config(model, part, config)
                 _move_into_place(part, target)
     finally:
@@ -137,7 +137,8 @@ def _move_into_place(part: Path, target: Path) -> None:
         (target / stale).unlink(missing_ok=True)
 
 
-def _write_index(target: Path, weight_map: dict[str, str], size_bytes: int) -> None:
+def write_index(target: Path, weight_map: dict[str, str], size_bytes: int) -> None:
+    """Write the index of a model's files, with the file of each tensor and the bytes of all."""
     content = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
     (target / _INDEX).write_text(json.dumps(content, indent=2))
 

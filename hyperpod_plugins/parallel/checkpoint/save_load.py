@@ -65,9 +65,11 @@ from hyperpod_plugins.parallel.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     set_optimizer,
+    tied_names,
 )
 
-_MODEL = "model."
+MODEL = "model."
+"""Prefix of the names of the model's tensors in a checkpoint."""
 WRITE_TIMEOUT_S = 3600.0  # maximum wait for a background save, in seconds
 
 
@@ -153,14 +155,14 @@ class CheckpointWriter:
         """
         self.wait()
         state = model_tensors(model) if model_state is None else model_state
-        tensors = {f"{_MODEL}{name}": tensor for name, tensor in state.items()} | dict(beside or {})
+        tensors = {f"{MODEL}{name}": tensor for name, tensor in state.items()} | dict(beside or {})
         with raise_on_all_ranks(f"the checkpoint {path} was not written", self._group or default_group()):
             check_layouts(model, optimizers)
         for index, optimizer in enumerate(optimizers):
             named = optimizer_tensors(model, optimizer)
-            tensors |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
+            tensors |= {f"{optimizer_prefix(index)}{name}": tensor for name, tensor in named.items()}
         described = [describe_optimizer(model, optimizer) for optimizer in optimizers]
-        document = _document(extra_states(model), described, extra or {})  # now, so that later changes are not saved
+        document = _document(model, described, extra or {})  # now, so that later changes are not saved
         target, of_ranks = Path(path), RankStates(rank_state or {})
         if not background:
             _write(tensors, document, target, self._group, of_ranks)
@@ -188,10 +190,10 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the save failed.
         """
-        named = [*parts.extra_parts, *(replace(part, name=f"{_MODEL}{part.name}") for part in parts.model)]
+        named = [*parts.extra_parts, *(replace(part, name=f"{MODEL}{part.name}") for part in parts.model)]
         for index, optimizer in enumerate(parts.optimizers):
-            named += [replace(part, name=f"{_optimizer_prefix(index)}{part.name}") for part in optimizer]
-        document = _document(extra_states(model), parts.descriptions, extra)
+            named += [replace(part, name=f"{optimizer_prefix(index)}{part.name}") for part in optimizer]
+        document = _document(model, parts.descriptions, extra)
         _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
 
     def when_written(self, action: Callable[[], None]) -> None:
@@ -275,15 +277,15 @@ def load_checkpoint(
         saved = tensor_entries(reader, folder)
         tensors, described = _matching(model, optimizers, document, saved, strict=strict)
     states = [
-        allocate_optimizer_state(model, optimizer, _with_prefix(saved, _optimizer_prefix(index)), description)
+        allocate_optimizer_state(model, optimizer, with_prefix(saved, optimizer_prefix(index)), description)
         for index, (optimizer, description) in enumerate(zip(optimizers, described, strict=True))
     ]
 
-    wanted = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
     wanted |= {name: tensor for name, tensor in (beside or {}).items() if name in saved}
     for index, state in enumerate(states):
-        wanted |= {f"{_optimizer_prefix(index)}{name}": tensor for name, tensor in state.items()}
-    _read(wanted, reader, group)
+        wanted |= {f"{optimizer_prefix(index)}{name}": tensor for name, tensor in state.items()}
+    read_tensors(wanted, reader, group)
     for optimizer, state, description in zip(optimizers, states, described, strict=True):
         set_optimizer(model, optimizer, state, description)
     if document["module_states"]:
@@ -306,7 +308,7 @@ def _matching(
     strict: bool,
 ) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Return the tensors to read and the saved descriptions of the optimizers, after checking both for mismatches."""
-    tensors, saved_tensors = model_tensors(model), _with_prefix(saved, _MODEL)
+    tensors, saved_tensors = model_tensors(model), with_prefix(saved, MODEL)
     if not strict:
         tensors = {name: tensor for name, tensor in tensors.items() if name in saved_tensors}
         saved_tensors = {name: entry for name, entry in saved_tensors.items() if name in tensors}
@@ -322,14 +324,15 @@ def _matching(
     return tensors, described
 
 
-def _document(module_states: Mapping[str, Any], optimizers: Sequence[Any], extra: Mapping[str, Any]) -> bytes:
+def _document(model: nn.Module, optimizers: Sequence[Any], extra: Mapping[str, Any]) -> bytes:
     """Serialize the part of a checkpoint that is not tensors (`meta.pt`)."""
     buffer = io.BytesIO()
     torch.save(
         {
             "format": FORMAT,
             "has_checksums": True,
-            "module_states": dict(module_states),
+            "module_states": extra_states(model),
+            "tied": tied_names(model),
             "optimizers": list(optimizers),
             "extra": dict(extra),
         },
@@ -385,7 +388,12 @@ def _write_in_background(
         _write(tensors, document, path, group, of_ranks)
 
 
-def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+def read_tensors(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+    """Read tensors of a checkpoint, given by their names in it, in place.
+
+    Raises:
+        CheckpointError: they cannot be read; a checksum that differs is a `CheckpointDamaged`.
+    """
     no_dist = not dist.is_initialized() or group_health.phase is Phase.DETACHED  # a detached joiner reads alone
     try:
         with warnings.catch_warnings():
@@ -395,11 +403,13 @@ def _read(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup |
         raise own_error(error, f"the checkpoint {reader.path} could not be read") from error
 
 
-def _optimizer_prefix(index: int) -> str:
+def optimizer_prefix(index: int) -> str:
+    """Return the prefix of the names of an optimizer's tensors in a checkpoint."""
     return f"optim.{index}."
 
 
-def _with_prefix(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def with_prefix(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the entries whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
 
 

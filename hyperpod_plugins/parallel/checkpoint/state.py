@@ -79,6 +79,17 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the names that `model_tensors` leaves out, and for each the first name of the same tensor."""
+    first, tied = dict[int, str](), dict[str, str]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and not _is_extra_state(name):
+            known = first.setdefault(id(value), canonical_name(name))
+            if known != canonical_name(name):
+                tied[canonical_name(name)] = known
+    return tied
+
+
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """Return the results of the modules' `get_extra_state`, by name."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_extra_state(name)}
