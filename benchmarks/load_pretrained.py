@@ -178,11 +178,23 @@ def write_random(folder: str, parameters: int, device: str = "cpu", dtype: torch
     model.save_pretrained(folder, max_shard_size="500MB")
 
 
+def default_ways(folder: str, num_ranks: int) -> list[str]:
+    """All ways, without `at once` for a model that this machine could not hold once for each rank."""
+    num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    needed = (num_ranks + 1) * num_bytes
+    if needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return list(WAYS)
+    sys.stdout.write(f"  at once: left out, as it needs {needed / 2**30:.1f} GiB of free memory\n")
+    return list(WAYS[1:])
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--parameters", type=int, default=10**9)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, help="default: all, but `at once` only where this machine has the memory"
+    )
     parser.add_argument("--folder", help="of a pretrained model to load; by default one is made, of random values")
     parser.add_argument(
         "--scratch", help="folder on a disk for the model that is made; by default that for temporary files"
@@ -195,13 +207,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if made:
             write_random(folder, 2 * 10**7 if args.quick else args.parameters)
-        samples = [sample for way in args.ways for sample in measure(way, folder, args.ranks)]
+        ways = args.ways or default_ways(folder, args.ranks)
+        samples = [sample for way in ways for sample in measure(way, folder, args.ranks)]
     finally:
         if made:
             shutil.rmtree(made)
-    digests = {way: [each.digest for each in samples if each.way == way] for way in args.ways}
-    worst = dict.fromkeys(args.ways, 0.0)
-    for way in args.ways:
+    digests = {way: [each.digest for each in samples if each.way == way] for way in ways}
+    worst = dict.fromkeys(ways, 0.0)
+    for way in ways:
         of_way = [each for each in samples if each.way == way]
         worst[way] = max(each.peak_bytes / each.shard_bytes for each in of_way)
         sys.stdout.write(
@@ -212,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in samples], indent=1))
-    is_same = all(each == digests[args.ways[0]] for each in digests.values())
+    is_same = all(each == digests[ways[0]] for each in digests.values())
     if args.quick:  # what does not grow with the model weighs as much as a shard
         return int(not is_same or max(worst.values()) > worst.get("at once", math.inf))
     return int(not is_same or any(peak > 1.3 for way, peak in worst.items() if way != "at once"))

@@ -24,6 +24,7 @@ DEADLINE_S = {
     "resize": 900,
     "reproducible": 900,
     "memory": 1800,
+    "load_pretrained": 1800,
     "planner": 900,
     "ledger": 300,
     "forecast": 1500,

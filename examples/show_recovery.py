@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -205,7 +205,9 @@ def main() -> int:
     screen = Screen(console, args.steps, "hyperpod: kill, heal, grow, shrink")
     stories = {"undisturbed": ("2:2", run_undisturbed), "disturbed": ("2:3", run_disturbed)}
     digests, report = {}, None
-    with Live(screen, console=console, refresh_per_second=5, transient=False) if console.is_terminal else console:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the agents, too
+    live = Live(screen, console=console, refresh_per_second=5, transient=False)
+    with live if console.is_terminal else nullcontext():
         for name, (nodes, story) in stories.items():
             screen.tell(f"{name}: two replicas start")
             with running(name, args.folder / name, args.steps, nodes) as job:
@@ -220,10 +222,14 @@ def main() -> int:
     write_page(report, page)
     for label, value in headline_rows(report.headline):
         console.print(f"  {label}: {value}", highlight=False, soft_wrap=True)
+    console.print("\nwhere the time of its ranks went", highlight=False)
+    for each in report.categories:
+        if each.seconds:
+            console.print(f"  {each.label}: {duration(each.seconds)} ({each.share:.1%})", highlight=False)
     is_equal = digests["undisturbed"] == digests["disturbed"]
     console.print(
         f"\nparameters and optimizer state of the two runs: {'equal, bit for bit' if is_equal else 'DIFFERENT'}",
-        f"\nwhere the time of the disturbed run went: {page.absolute()}",
+        f"\nthe disturbed run as a page: {page.absolute()}",
         highlight=False,
     )
     kinds = [each.kind for each in report.incidents]

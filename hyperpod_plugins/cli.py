@@ -265,9 +265,10 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from hyperpod_plugins.report.report_command import report_text
 
-    for line in report_text(arguments):
+    lines, is_good = report_text(arguments)
+    for line in lines:
         _print(line)
-    return 0
+    return 0 if is_good else 1
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -158,7 +158,7 @@ class UnitsDiffer(HyperPodError, RuntimeError):
 
 
 class GatheredParametersWritten(HyperPodError, RuntimeError):
-    """The program wrote to sharded parameters while they were gathered, which would be lost; nothing was updated."""
+    """The program wrote to sharded parameters while they were gathered; the optimizer has not stepped."""
 
 
 class NonFiniteError(HyperPodError, RuntimeError):

@@ -6,6 +6,7 @@ would have exported. Recipes of float8, from handlers or these variables, become
 what has no counterpart is refused by name. This file is pure, and imports neither Accelerate nor torchao.
 """
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -28,7 +29,64 @@ _FLAGS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "sm_activation_offloading",
 }
-_OWN_NAMES: dict[str, str] = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_AS_WRITTEN = {
+    "FP8_AMAX_HISTORY_LENGTH": "FP8_AMAX_HISTORY_LEN",
+    "FP8_AMAX_COMPUTE_ALGORITHM": "FP8_AMAX_COMPUTE_ALGO",
+}
+"""Names of variables as `accelerate config` writes their keys; Accelerate itself does not read them."""
+_OWN_NAMES = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"} | _AS_WRITTEN
+_SECTIONS = {"fsdp_config": "FSDP_", "parallelism_config": "PARALLELISM_CONFIG_", "fp8_config": "FP8_"}
+"""Sections of a file that are read, with the prefix of their variables."""
+_OF_FSDP1 = ("SHARDING_STRATEGY", "BACKWARD_PREFETCH", "FORWARD_PREFETCH", "USE_ORIG_PARAMS", "SYNC_MODULE_STATES")
+"""Options of FSDP1, which mean nothing to FSDP2, in Accelerate either."""
+_KEYS: dict[str, frozenset[str]] = {
+    "fsdp_config": frozenset(
+        [
+            *_FLAGS,
+            *(f"FSDP_{name}" for name in _OF_FSDP1),
+            "FSDP_VERSION",
+            "FSDP_AUTO_WRAP_POLICY",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP",
+            "FSDP_MIN_NUM_PARAMS",  # of the policy SIZE_BASED_WRAP, which is refused
+            "FSDP_STATE_DICT_TYPE",
+            "FSDP_IGNORED_MODULES",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING",  # turned off: every rank starts from rank 0's values
+        ]
+    ),
+    "parallelism_config": frozenset(
+        [
+            *_DEGREES,
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",  # follows from the others and the world
+            "PARALLELISM_CONFIG_CP_BACKEND",
+            "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+            "PARALLELISM_CONFIG_SP_SIZE",
+            "PARALLELISM_CONFIG_SP_BACKEND",
+            "PARALLELISM_CONFIG_SP_SEQ_LENGTH",
+            "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+            "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+        ]
+    ),
+    "fp8_config": frozenset(
+        [
+            "FP8_BACKEND",
+            "FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
+            "FP8_PAD_INNER_DIM",
+            "FP8_MARGIN",
+            "FP8_INTERVAL",
+            "FP8_FORMAT",
+            "FP8_AMAX_HISTORY_LEN",
+            "FP8_AMAX_COMPUTE_ALGO",
+            "FP8_OVERRIDE_LINEAR_PRECISION",
+            "FP8_USE_AUTOCAST_DURING_EVAL",
+            "FP8_USE_MXFP8_BLOCK_SCALING",
+            "FP8_OPT_LEVEL",  # of MS-AMP, which is refused
+            "FP8_OPTIMIZATION_LEVEL",
+        ]
+    ),
+}
+"""Variables of the keys that each section may have; what they ask for is mapped or refused by `options_in`."""
+_ENGINES = {"DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
+"""Types of jobs that are refused, with their sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +110,20 @@ class AccelerateSettings:
 
 
 def variables_in(file: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` derives from a configuration file, for `options_in`."""
+    """Return the variables that `accelerate launch` derives from a configuration file, for `options_in`.
+
+    Raises:
+        ConfigError: a section has a key that Accelerate does not have.
+    """
     variables = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision") or "no")}
     if file.get("distributed_type") == "FSDP":
         variables["ACCELERATE_USE_FSDP"] = "true"
-    for section, prefix in (("fsdp_config", "FSDP_"), ("parallelism_config", ""), ("fp8_config", "FP8_")):
+    for engine, section in _ENGINES.items():
+        if file.get("distributed_type") == engine or file.get(section):
+            variables[f"ACCELERATE_USE_{engine}"] = "true"
+    for section, prefix in _SECTIONS.items():
         for key, value in (file.get(section) or {}).items():
-            upper = str(key).upper()
-            name = upper if upper.startswith(prefix) else prefix + upper
-            name = _OWN_NAMES.get(name, name)
+            name = _variable_of(str(key), section, prefix)
             variables[f"ACCELERATE_{name}" if section == "fp8_config" else name] = str(value)
     if file.get("parallelism_config"):
         variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
@@ -68,6 +131,23 @@ def variables_in(file: Mapping[str, Any]) -> dict[str, str]:
         variables["FSDP_VERSION"] = "1"  # the launcher's default
     backend = (file.get("dynamo_config") or {}).get("dynamo_backend")
     return variables | ({"ACCELERATE_DYNAMO_BACKEND": str(backend)} if backend else {})
+
+
+def _variable_of(key: str, section: str, prefix: str) -> str:
+    """The variable of a key of a section, without `ACCELERATE_`.
+
+    Raises:
+        ConfigError: Accelerate does not have the key.
+    """
+    upper = key.upper()
+    name = upper if upper.startswith(prefix) else prefix + upper
+    name = _OWN_NAMES.get(name, name)
+    if name not in _KEYS[section]:
+        near = difflib.get_close_matches(name, _KEYS[section], 1)
+        hint = f" Did you mean {near[0].lower()!r}?" if near else ""
+        known = ", ".join(sorted(each.lower() for each in _KEYS[section]))
+        raise ConfigError(f"{section} has the key {key!r}, which is unknown.{hint} Known keys: {known}.")
+    return name
 
 
 def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -78,6 +158,7 @@ def options_in(variables: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: a variable asks for something that is not supported, or has an invalid value.
     """
+    _refuse_engines(variables)
     options: dict[str, Any] = {}
     if _is_true(variables, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         if _number(variables, "PARALLELISM_CONFIG_SP_SIZE") > 1:
@@ -118,6 +199,16 @@ def precision_of(name: str) -> str:
             "bf16 needs no loss scaling and trains what fp16 does."
         )
     return PRECISION_OF[name]
+
+
+def _refuse_engines(variables: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if a job is to be run by DeepSpeed or Megatron-LM."""
+    for engine, section in _ENGINES.items():
+        if _is_true(variables, f"ACCELERATE_USE_{engine}"):
+            raise ConfigError(
+                f"the configuration asks for {engine} (distributed_type or {section}), and this plugin trains with "
+                "FSDP2. Use distributed_type: FSDP with fsdp_version: 2, or a preset: `hyperpod preset list`."
+            )
 
 
 def _refuse(variables: Mapping[str, str]) -> None:
@@ -246,6 +337,8 @@ def launched_options(backend: str, variables: Mapping[str, str]) -> dict[str, An
     Raises:
         ConfigError: a variable has an invalid value, or one that is not served.
     """
+    written = {f"ACCELERATE_{name}": f"ACCELERATE_{other}" for name, other in _AS_WRITTEN.items()}
+    variables = dict(variables) | {written[name]: value for name, value in variables.items() if name in written}
 
     def flag(name: str, default: str) -> bool:
         value = variables.get(_PREFIX + name, default).lower()

@@ -23,11 +23,12 @@ from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.env import accelerate_variables, config_path
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.parallel.config import fields_given
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.precision.transformer_engine import DEFAULT_SCALING, TE_RECIPES
 
 ConfigSource = ParallelConfig | Mapping[str, Any] | str | Path
-_OF_RECIPES = {"float8_all_gather", "te_scaling"}
+_OF_RECIPES = {"float8_all_gather", "float8_pad_inner_dim", "te_scaling"}
 _OF_FLOAT8 = ("float8_recipe", "float8_all_gather", "float8_pad_inner_dim", "te_scaling")
 _SETTINGS = {field.name for field in dataclasses.fields(AccelerateSettings)}
 
@@ -77,6 +78,7 @@ class HyperPodPlugin(AcceleratorSpec):
         parallel = ParallelConfig.of(source, **asked)
         told |= {name for name in others if getattr(parallel, name) != getattr(_DEFAULTS, name)}
         if settings.fp8 != "off" and parallel.precision == "32-true":
+            _refuse_float32(settings, options, source)
             parallel = ParallelConfig.of(parallel, precision="bf16-mixed")
         if settings.fp8 != "off" and parallel.float8_recipe == "none":
             recipe = "te-fp8" if settings.fp8 == "te" else "tensorwise"  # as Accelerate does
@@ -105,6 +107,8 @@ class HyperPodPlugin(AcceleratorSpec):
         given = {} if config_path() else options_in(accelerate_variables())
         if "float8_recipe" in options:
             given = _without_details(given)
+        if "fp8" in options and given.get("precision") == "32-true":
+            del given["precision"]  # the launcher's default; fp8 of the program has its own
         plugin = cls(**(given | options))
         object.__setattr__(plugin, "_told", plugin._told - (set(given) - set(options)))
         return plugin
@@ -227,6 +231,20 @@ class HyperPodPlugin(AcceleratorSpec):
                 f"fp8={self.settings.fp8!r} keeps parameters in float32 and computes the rest in bfloat16, so it "
                 f"excludes precision={self.config.precision!r}. Leave precision out."
             )
+
+
+def _refuse_float32(settings: AccelerateSettings, options: Mapping[str, Any], source: ConfigSource | None) -> None:
+    """Refuse fp8 where the program, or its JSON file, says float32, as layers in fp8 compute all else in bfloat16.
+
+    Raises:
+        ConfigError: see above.
+    """
+    in_source = set[str]() if isinstance(source, ParallelConfig) else fields_given(source)
+    if "precision" in options or "precision" in in_source:
+        raise ConfigError(
+            f"fp8={settings.fp8!r} contradicts precision='32-true': it keeps parameters in float32, and computes the "
+            "rest in bfloat16. Use precision='bf16-mixed', or leave precision or fp8 out."
+        )
 
 
 def _without_details(given: dict[str, Any]) -> dict[str, Any]:

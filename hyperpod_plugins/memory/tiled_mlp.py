@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from hyperpod_plugins.errors import ConfigError, format_list
+from hyperpod_plugins.errors import ConfigError, format_list, format_modules
 from hyperpod_plugins.memory.recompute import derived_class
 
 _NAMES = ("mlp", "feed_forward", "ffn")
@@ -63,7 +63,8 @@ def tile_mlps(
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no MLP that could be tiled: modules named {', '.join(_NAMES)}, of linear "
-            "layers and activation functions. Name their classes, or leave mlp_tiles out."
+            "layers and activation functions. Leave mlp_tiles out, or call hyperpod_plugins.memory.tile_mlps(model, "
+            f"{num_tiles}, class_names=[...]) with the classes of its MLPs before the model is sharded."
         )
     random = [
         name for name, mlp in found.items() if any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules())
@@ -85,6 +86,14 @@ def tile_mlps(
     for mlp in found.values():
         _tile(mlp, num_tiles)
     return list(found)
+
+
+def describe_tiles(model: nn.Module) -> str:
+    """One line for the log: which MLPs of a model are computed in tiles, and which modules with such a name are not."""
+    named = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] in _NAMES}
+    tiled = {name: part for name, part in model.named_modules() if _NUM_TILES in vars(part)}
+    others = format_modules([name for name in named if name not in tiled])
+    return f"tiled: {format_modules(tiled)}" + (f"; not: {others}" if others else "")
 
 
 def _tile(mlp: nn.Module, num_tiles: int) -> None:

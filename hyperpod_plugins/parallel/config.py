@@ -135,7 +135,8 @@ class ParallelConfig:
     """Number of tiles of the sequence in which MLPs are computed one after the other. 1: the whole sequence."""
     delayed_init: bool = False
     """Build models inside `hyperpod_plugins.delayed_init.delayed_init` without a change of the program: what
-    `configure_model` builds (Lightning), and what transformers loads once the Accelerator exists (Accelerate).
+    `configure_model` builds (Lightning), and what transformers loads once the Accelerator or the `Session` exists, or
+    after `torch.sagemaker.init`.
     """
     delayed_values: DelayedValues = "every_rank"
     """Which ranks compute the values of a model that was built, or loaded, inside `delayed_init`: each its own part, or
@@ -234,12 +235,7 @@ class ParallelConfig:
                         f"Raise tensor_parallel_degree or drop {name}."
                     )
 
-        if self.float8_all_gather and self.float8_recipe != "tensorwise":
-            raise ConfigError(
-                f"float8_all_gather=True needs float8_recipe='tensorwise', but it is {self.float8_recipe!r}: only the "
-                "scale of a whole tensor can be applied to its shards before they are gathered. Use 'tensorwise', or "
-                "leave float8_all_gather out."
-            )
+        self._check_float8_options()
         self._check_te()
         if self.mlp_tiles > 1 and self.activation_checkpointing == "selective":
             raise ConfigError(
@@ -250,6 +246,19 @@ class ParallelConfig:
             raise ConfigError(
                 f"mlp_tiles={self.mlp_tiles} cannot be combined with sequence_parallel=True, which splits the sequence "
                 "over ranks already. Drop one of them."
+            )
+
+    def _check_float8_options(self) -> None:
+        if self.float8_all_gather and self.float8_recipe != "tensorwise":
+            raise ConfigError(
+                f"float8_all_gather=True needs float8_recipe='tensorwise', but it is {self.float8_recipe!r}: only the "
+                "scale of a whole tensor can be applied to its shards before they are gathered. Use 'tensorwise', or "
+                "leave float8_all_gather out."
+            )
+        if self.float8_pad_inner_dim and self.float8_recipe == "none":
+            raise ConfigError(
+                "float8_pad_inner_dim=True needs float8_recipe='tensorwise' or 'rowwise', but it is 'none', so that no "
+                "layer computes in float8. Use one of them, or leave float8_pad_inner_dim out."
             )
 
     def _check_te(self) -> None:

@@ -29,7 +29,7 @@ from hyperpod_plugins.memory.chunked_loss import chunk_loss, is_causal_language_
 from hyperpod_plugins.memory.host_pool import HostPool
 from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import offloads_itself, recompute_blocks, recomputes_itself
-from hyperpod_plugins.memory.tiled_mlp import tile_mlps
+from hyperpod_plugins.memory.tiled_mlp import describe_tiles, tile_mlps
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
@@ -97,6 +97,7 @@ def parallelize(
     if is_sharded:
         apply_offload(model, config)
         return model  # already sharded, by the user or by an earlier call
+    _tell_of_idle_options(model, config)
     adopted = release_shards(model)
     remember_parameters(model, None if adopted is None else adopted.parameters)
     rebind(model)
@@ -105,8 +106,7 @@ def parallelize(
     if config.precision == "bf16-true":
         _to_bfloat16(model)
     broadcast_from_rank_0(model, torch.device(mesh.device_type), is_delayed_alike=config.delayed_values != "rank_0")
-    if config.mlp_tiles > 1:
-        tile_mlps(model, config.mlp_tiles, device=torch.device(mesh.device_type))  # it computes without other ranks
+    _use_mlp_tiles(model, config, torch.device(mesh.device_type))  # it computes without other ranks
     shard_tensors(model, mesh["tensor"], plan, config)
     split_contexts(model, config, mesh["shard"].size())
     use_float8(model, config, torch.device(mesh.device_type))
@@ -122,6 +122,24 @@ def parallelize(
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
     return model
+
+
+def _tell_of_idle_options(model: nn.Module, config: ParallelConfig) -> None:
+    """Warn on rank 0 of options that have no effect on a model."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if config.activation_host_memory_gib and not config.sm_activation_offloading:
+        log.warning(
+            "activation_host_memory_gib=%g has no effect without activation_offload. Set that, or leave it out.",
+            config.activation_host_memory_gib,
+        )
+    tensors = (*model.parameters(), *model.buffers())
+    if config.delayed_values == "rank_0" and not tapes_of(model) and not any(each.is_meta for each in tensors):
+        log.warning(
+            "delayed_values='rank_0' has no effect on %s, which has all its values already. Build or load it inside "
+            "delayed_init (delayed_init=True does this for transformers and Lightning), or leave it out.",
+            type(model).__name__,
+        )
 
 
 def apply_offload(model: nn.Module, config: ParallelConfig) -> None:
@@ -144,6 +162,19 @@ def apply_offload(model: nn.Module, config: ParallelConfig) -> None:
         )
     if elsewhere < len(records) or config.optimizer_offload:
         keep_on_host(model, optimizer_state=config.optimizer_offload)
+
+
+def _use_mlp_tiles(model: nn.Module, config: ParallelConfig, device: torch.device) -> None:
+    """Let a model's MLPs compute in tiles, as `mlp_tiles` says, and log which do.
+
+    Raises:
+        ConfigError: see `tile_mlps`.
+    """
+    if config.mlp_tiles == 1:
+        return
+    tile_mlps(model, config.mlp_tiles, device=device)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("mlp_tiles=%d: %s", config.mlp_tiles, describe_tiles(model))
 
 
 def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -> None:

@@ -39,10 +39,10 @@ class PlannedPolicy:
     def note(self) -> str:
         """How the closed form compares, in a sentence, if there is anything to say."""
         name, reasons = self.policy.name, "; ".join(self.forecast.limits)
-        if self.agrees:
-            return ""
         if math.isinf(self.runs.time_ratio.mean):
             return f"{name}: some runs take more than {GIVE_UP:g} times their work, and were given up"
+        if self.agrees:
+            return ""
         change = self.forecast.time_ratio / self.runs.time_ratio.mean - 1
         differs = f"{100 * change:+.2f} %" if math.isfinite(change) else "no progress at all"
         if reasons:

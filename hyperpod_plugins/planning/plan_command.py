@@ -106,10 +106,14 @@ def plan_text(arguments: argparse.Namespace) -> tuple[list[str], bool]:
         ConfigError: An argument is missing or out of range.
     """
     if arguments.preset is not None:
+        _check_alone(arguments)
         figures = published_figures()
         rows = [asdict(each) | {"computed": each.computed, "agrees": each.agrees} for each in figures]
         lines = [json.dumps(rows, indent=2)] if arguments.json else figure_lines(figures)
         return lines, all(each.agrees for each in figures)
+    if arguments.nodes is None:
+        raise ConfigError("give --nodes, the number of nodes that train; or --preset seeds for published figures.")
+    check_numbers(positive={"--nodes": arguments.nodes, "--accelerators-per-node": arguments.accelerators_per_node})
     failures = _failures(arguments)
     scenario, remarks = _scenario(arguments, failures)
     lemons = NO_LEMONS if arguments.equal_nodes else LemonNodes(exclude_after=arguments.exclude_after)
@@ -125,14 +129,33 @@ def plan_text(arguments: argparse.Namespace) -> tuple[list[str], bool]:
     return ([json.dumps(plan.as_dict(), indent=2)] if arguments.json else plan.lines()), True
 
 
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse the options of a job beside --preset, which has none."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    defaults = vars(parser.parse_args([])) | {"page": None}
+    given = vars(arguments)
+    others = [name for name, default in defaults.items() if given.get(name, default) != default]
+    if unused := [f"--{name.replace('_', '-')}" for name in others if name not in ("preset", "json")]:
+        raise ConfigError(
+            f"--preset {arguments.preset} prints published figures, whose inputs are fixed: leave out "
+            f"{format_list(unused)}."
+        )
+
+
 def _failures(arguments: argparse.Namespace) -> FailureModel:
     if arguments.trace is None:
         shape = arguments.weibull_shape
         return ExponentialFailures() if shape == 1 else WeibullFailures(shape=shape)
     content = _read_json(arguments.trace, "--trace")
+    if content.get("failures") == []:
+        raise ConfigError(
+            f"--trace {arguments.trace}: the run had no failure: use --mtbf-hours, or --failures-per-node-day."
+        )
     try:
+        num_nodes = int(content.get("num_nodes", arguments.nodes))
         times_s, nodes = zip(*((float(time_s), int(node)) for time_s, node in content["failures"]), strict=True)
-        return TraceFailures(times_s=times_s, nodes=nodes, duration_s=float(content["duration_s"]))
+        trace = TraceFailures(times_s=times_s, nodes=nodes, duration_s=float(content["duration_s"]))
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -140,17 +163,24 @@ def _failures(arguments: argparse.Namespace) -> FailureModel:
             f'--trace {arguments.trace} is not of the form {{"duration_s": 86400, "failures": [[3600.5, 7], ...]}}, '
             "with the time in seconds and the node of at least one failure."
         ) from None
+    if num_nodes != arguments.nodes:
+        per_node_day = trace.failures_per_hour * DAY_S / HOUR_S / max(1, num_nodes)
+        raise ConfigError(
+            f"--trace {arguments.trace} is of a run with num_nodes={num_nodes}, and has the failures of as many nodes, "
+            f"not those of --nodes {arguments.nodes}. Give --nodes {num_nodes}; or, instead of the trace, its rate, "
+            f"which holds for any number of nodes: --failures-per-node-day {per_node_day:.4g}."
+        )
+    return trace
 
 
 def _scenario(arguments: argparse.Namespace, failures: FailureModel) -> tuple[Scenario, tuple[str, ...]]:
-    if arguments.nodes is None:
-        raise ConfigError("give --nodes, the number of nodes that train; or --preset seeds for published figures.")
-    check_numbers(positive={"--nodes": arguments.nodes, "--accelerators-per-node": arguments.accelerators_per_node})
     stages, measured = _stages(arguments)
     if arguments.days is None and arguments.steps is None:
         raise ConfigError("give --days or --steps, the length of the work without failures.")
-    work_s = arguments.days * DAY_S if arguments.days is not None else arguments.steps * stages.step_s
-    check_numbers(positive={"--days" if arguments.days is not None else "--steps": work_s})
+    of_steps = "--steps", arguments.steps, stages.step_s
+    name, length, unit_s = of_steps if arguments.days is None else ("--days", arguments.days, DAY_S)
+    check_numbers(positive={name: length})
+    work_s = length * unit_s
     num_replicas, remarks = _replicas(arguments)
     scenario = Scenario(
         num_nodes=arguments.nodes,

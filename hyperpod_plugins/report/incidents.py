@@ -12,7 +12,7 @@ from hyperpod_plugins.ledger import TimeCategory
 from hyperpod_plugins.recovery.protocols import cause_of_return
 from hyperpod_plugins.report.run_files import Exit, ProcessRecord, Run, RunEvent
 from hyperpod_plugins.report.run_report import Incident, Verdict
-from hyperpod_plugins.report.timelines import Timeline
+from hyperpod_plugins.report.timelines import RanksPresent, Timeline
 
 _REPAIRS = {f"recovery.{level}" for level in ("retry", "replace", "snapshot")}
 _RESHARD = "elastic.reshard"
@@ -319,7 +319,7 @@ def _steps_until(run: Run, at_s: float) -> int:
 
 def _with_redone(incidents: Sequence[Incident], timelines: Sequence[Timeline]) -> list[Incident]:
     """Each incident with the work that was lost by it: that which precedes its end, and follows the one before."""
-    redone = [0.0] * len(incidents)
+    redone, present = [0.0] * len(incidents), RanksPresent(timelines)
     ends = [each.at_s + each.total_s for each in incidents]
     for timeline in timelines:
         for span in timeline.spans:
@@ -332,7 +332,7 @@ def _with_redone(incidents: Sequence[Incident], timelines: Sequence[Timeline]) -
                 after = [index for index in after if incidents[index].step < number]
             during = [index for index, end_s in enumerate(ends) if span.begin_s < end_s - _CLOCK_S]
             if after or during:
-                redone[after[0] if after else during[-1]] += lost_s / len(timelines)
+                redone[after[0] if after else during[-1]] += present.mean_of(span, lost_s)
     return [replace(each, redone_s=lost_s) for each, lost_s in zip(incidents, redone, strict=True)]
 
 

@@ -209,8 +209,11 @@ def incident_line(incident: Incident, began_s: float) -> str:
     line = f"after {duration(max(0.0, incident.at_s - began_s))}: {who}{_one_line(incident.cause)}"
     if incident.level == "none":
         return _text(line)
-    lost = "" if incident.steps_lost is None or incident.kind == "restart" else f", {incident.steps_lost} steps lost"
-    return _text(f"{line}; {_DONE.get(incident.level, incident.level)} in {duration(incident.total_s)}{lost}")
+    is_resize = incident.kind == "resize"
+    is_told = incident.steps_lost is not None and incident.kind != "restart" and (incident.steps_lost or not is_resize)
+    lost = f", {incident.steps_lost} steps lost" if is_told else ""
+    done = "resized" if is_resize and incident.level != "checkpoint" else _DONE.get(incident.level, incident.level)
+    return _text(f"{line}; {done} in {duration(incident.total_s)}{lost}")
 
 
 _DONE = {

@@ -170,6 +170,8 @@ class _WorkerSums:
         self._recent: deque[tuple[StepKey, float]] = deque(maxlen=_RECENT_STEPS)
         self._open: LedgerSpan | None = None
         """What is known after the last line."""
+        self._has_stepped = False
+        """Whether the present process has committed a step."""
 
     def begin(self, record: ProcessRecord) -> None:
         """Another process begins, unless it is the present one."""
@@ -181,16 +183,19 @@ class _WorkerSums:
                 ended_s = self._open.end_s
                 self.add(self._open)
             self._gaps_s += max(0.0, record.began_s - ended_s)
-        self._open = None
+        self._open, self._has_stepped = None, False
         self.processes.append(record)
 
     def add(self, span: LedgerSpan) -> None:
         """Add a span of the present process."""
         record = self.processes[-1]
         is_replacement = len(self.processes) > 1 or record.incarnation > 0 or record.restart > 0
+        moved: dict[str, str] = {TimeCategory.SETUP: TimeCategory.ASSEMBLE} if is_replacement else {}
+        self._has_stepped |= span.step is not None
+        if is_replacement and not self._has_stepped:
+            moved[TimeCategory.CHECKPOINT_RESTORE] = TimeCategory.RESTORE
         for category, value in span.seconds.items():
-            is_late_setup = is_replacement and category == TimeCategory.SETUP
-            self._add(TimeCategory.ASSEMBLE if is_late_setup else category, value)
+            self._add(moved.get(category, category), value)
         if span.step is not None:
             key = span.step.entry, span.step.number
             self._lose_from(key)

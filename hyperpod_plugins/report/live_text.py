@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hyperpod_plugins.report.live import JobView, RankView
-from hyperpod_plugins.report.text import duration
+from hyperpod_plugins.report.text import counted, duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,11 +42,6 @@ def title(view: JobView) -> str:
     if view.num_requested:
         parts.append(f"{counted(view.num_requested, 'replica')} requested")
     return ", ".join(parts)
-
-
-def counted(number: int, what: str, several: str = "") -> str:
-    """A number with its noun."""
-    return f"{number} {what if number == 1 else several or what + 's'}"
 
 
 def figures(view: JobView) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from hyperpod_plugins.report.run_report import (
 )
 from hyperpod_plugins.report.stragglers import failing_nodes_of, stragglers_of
 from hyperpod_plugins.report.timelines import (
+    RanksPresent,
     Timeline,
     counted_steps,
     mean_seconds,
@@ -96,8 +97,14 @@ def report_of(run: Run) -> RunReport:
         stragglers=stragglers_of(timelines, ended_s - began_s),
         failing_nodes=failing_nodes_of(incidents, timelines),
         verdict=verdict_of(incidents, timelines, is_complete=is_complete),
+        are_waits_measured=len(timelines) < 2 or any(map(_has_waited, timelines)),
         problems=run.problems,
     )
+
+
+def _has_waited(timeline: Timeline) -> bool:
+    """Whether the rank has measured a wait for its peers in any step."""
+    return any(span.step is not None and span.step.waited_s > 0 for span in timeline.spans)
 
 
 def _has_finished(timeline: Timeline) -> bool:
@@ -119,8 +126,7 @@ def _headline(
     failures = [each for each in incidents if each.kind == "failure"]
     repairs = [each for each in failures if each.level != "none"]
     restarts = [each for each in incidents if each.kind == "restart"]
-    cost_s = mean_seconds(timelines, FAILURE_CATEGORIES)
-    lost_s = cost_s + mean_seconds(timelines, ELASTIC_CATEGORIES)
+    lost_s = mean_seconds(timelines, [*FAILURE_CATEGORIES, *ELASTIC_CATEGORIES])
     after_setup_s = rank_s - mean_seconds(timelines, [TimeCategory.SETUP])
     restart_s, assumes = _cost_of_restarts(timelines, [*failures, *restarts])
     steps = counted_steps(timelines)
@@ -134,7 +140,7 @@ def _headline(
         num_resizes=sum(each.kind == "resize" for each in incidents),
         steps_committed=len(steps),
         steps_lost=_num_lost(timelines),
-        failures_cost_s=cost_s,
+        failures_cost_s=RanksPresent(timelines).mean_seconds(timelines, FAILURE_CATEGORIES),
         ideal_step_s=_ideal_step_s([span.duration_s for spans in steps.values() for _, span in spans]),
         mtbf_s=_mtbf(num_failures, wall_s),
         mttr_s=_mttr([each.total_s for each in [*repairs, *restarts]]),
@@ -186,7 +192,8 @@ def _cost_of_restarts(timelines: Sequence[Timeline], failures: Sequence[Incident
     if not failures or setup_s <= 0:
         return None, ""
     saves = [span.end_s for span in first.spans if TimeCategory.CHECKPOINT_SAVE in span.seconds]
-    load_s = mean_seconds(timelines, [TimeCategory.CHECKPOINT_RESTORE])
+    loads_s = [load_s for each in timelines for load_s in each.loads_s]
+    load_s = mean(loads_s) if loads_s else 0.0
     begins = first.spans[0].begin_s + setup_s
     total_s = 0.0
     for each in failures:

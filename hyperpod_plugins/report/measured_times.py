@@ -28,7 +28,7 @@ def stage_times(report: RunReport) -> dict[str, list[float]]:
     found["resize_s"] = [each.total_s for each in report.incidents if each.kind == "resize"]
     found["startup_s"] = [rank.spans[0][1] for rank in report.ranks if rank.spans and _begins_with_setup(rank)]
     found["checkpoint_save_s"] = _durations(report, TimeCategory.CHECKPOINT_SAVE)
-    found["checkpoint_restore_s"] = _durations(report, TimeCategory.CHECKPOINT_RESTORE)
+    found["checkpoint_restore_s"] = [*report.ranks[0].checkpoint_loads_s]  # all ranks load the same ones
     snapshots = _durations(report, TimeCategory.SNAPSHOT)
     found["snapshot_s"] = [each for each in snapshots if each >= _SHORTEST_SNAPSHOT_S]
     return {name: times for name, times in found.items() if times}
@@ -60,14 +60,17 @@ _NOT_OF_A_STEP = (
 
 
 def failure_trace(report: RunReport) -> dict[str, object]:
-    """The failures of a run, for `hyperpod plan --trace`: seconds since its start, and the number of the node."""
+    """The failures of a run, for `hyperpod plan --trace`: seconds since its start, and the number of the node.
+
+    With the number of nodes, because a trace has the rate of its own cluster.
+    """
     hosts = {host: number for number, host in enumerate(report.hosts)}
     failures = [
         [round(each.at_s - report.began_at_s, 3), hosts.get(each.host, 0)]
         for each in report.incidents
         if each.kind == "failure"
     ]
-    return {"duration_s": report.headline.wall_s, "failures": failures}
+    return {"duration_s": report.headline.wall_s, "num_nodes": len(report.hosts), "failures": failures}
 
 
 def stage_times_json(report: RunReport) -> str:

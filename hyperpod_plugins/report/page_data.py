@@ -88,6 +88,7 @@ def page_data(report: RunReport) -> dict[str, Any]:
         "num_steps": len(report.steps.step),
         "stragglers": [asdict(straggler) for straggler in report.stragglers[:MAX_LINES]],
         "failing_nodes": [asdict(node) for node in report.failing_nodes[:MAX_LINES]],
+        "are_waits_measured": report.are_waits_measured,
         "verdict": asdict(report.verdict),
         "problems": list(report.problems[:MAX_LINES]),
         "num_problems": len(report.problems),

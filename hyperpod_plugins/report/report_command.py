@@ -13,7 +13,7 @@ from hyperpod_plugins.report.measured_times import failure_trace_json, stage_tim
 from hyperpod_plugins.report.page import write_page
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_report import RunReport
-from hyperpod_plugins.report.text import headline_rows, markdown
+from hyperpod_plugins.report.text import headline_rows, markdown, verdict_line
 from hyperpod_plugins.report.trace import perfetto_trace
 
 FORMATS = ("html", "md", "json", "png", "perfetto", "stage-times", "trace")
@@ -28,15 +28,24 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="html", help=of_format)
     of_output = "file to write, or - for standard output (default: that, but RUN/report.html and RUN/report.png)"
     parser.add_argument("--output", "-o", help=of_output, default=argparse.SUPPRESS)
+    of_check = "end with code 1 if the verdict is to stop: the run has failed twice in a row in the same way"
+    parser.add_argument("--check", action="store_true", help=of_check)
 
 
-def report_text(arguments: argparse.Namespace) -> list[str]:
-    """Write the report, or return it as lines for standard output; of one that was written, its path and figures.
+def report_text(arguments: argparse.Namespace) -> tuple[list[str], bool]:
+    """Write the report, and return lines for standard output: the report, or the path and figures of a written one.
+
+    Returns:
+        The lines; and whether it is good: with `--check`, the verdict is not to stop.
 
     Raises:
         ConfigError: there are no ledgers, or the file cannot be written.
     """
     report = run_report(arguments.folder)
+    return _lines(report, arguments), not (arguments.check and report.verdict.action == "stop")
+
+
+def _lines(report: RunReport, arguments: argparse.Namespace) -> list[str]:
     ending = _ENDINGS.get(arguments.format, "")
     given: str = vars(arguments).get("output") or ("" if ending else "-")
     if ending and given == "-":
@@ -54,7 +63,8 @@ def report_text(arguments: argparse.Namespace) -> list[str]:
             _write(path, text)
     except OSError as error:
         raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from error
-    return [f"{name}: {value}" for name, value in headline_rows(report.headline)] + [f"written to {path}"]
+    figures = [f"{name}: {value}" for name, value in headline_rows(report.headline)]
+    return [*figures, f"verdict: {verdict_line(report.verdict)}", f"written to {path}"]
 
 
 def _json(report: RunReport) -> str:

@@ -38,7 +38,8 @@ class Headline:
     steps_lost: int
     """Committed steps that were run again."""
     failures_cost_s: float
-    """Wall seconds that failures have cost each rank: noticing, assembling, restoring, and steps run again."""
+    """Wall seconds that failures have cost: noticing, assembling, restoring, and steps run again. They are averaged
+    over the ranks that were there at the time, whose number may change."""
     ideal_step_s: float | None
     """Mean duration of a step without outliers: those beyond the median by 3 median absolute deviations."""
     mtbf_s: ConfidenceInterval | None
@@ -91,6 +92,8 @@ class RankTimeline:
     """Start (Unix time), duration and category; neighbours of one category are joined."""
     waited_s: float
     """In collectives for slower ranks, while steps were computed."""
+    checkpoint_loads_s: Sequence[float] = ()
+    """How long each of its checkpoints took to load; after a restart, that is booked as restoring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ class Incident:
     assemble_s: float
     restore_s: float
     redone_s: float
-    """Work that had to be done again, averaged over the ranks."""
+    """Work that had to be done again, averaged over the ranks that were there at the time."""
     total_s: float
 
 
@@ -191,5 +194,7 @@ class RunReport:
     stragglers: Sequence[Straggler]
     failing_nodes: Sequence[FailingNode]
     verdict: Verdict
+    are_waits_measured: bool = True
+    """Whether any rank has measured what it waited for the others; if not, stragglers cannot be told."""
     problems: Sequence[str] = field(default=())
     """What is missing or damaged, for instance lines that could not be read."""

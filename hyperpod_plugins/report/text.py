@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from hyperpod_plugins.report.make_report import labelled
-from hyperpod_plugins.report.run_report import ConfidenceInterval, Headline, Incident, RunReport
+from hyperpod_plugins.report.run_report import ConfidenceInterval, Headline, Incident, RunReport, Verdict
 
 
 def duration(seconds: float | None) -> str:
@@ -21,12 +21,30 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours / 24:.1f} days"
 
 
+def counted(number: int, what: str, several: str = "") -> str:
+    """A number with its noun."""
+    return f"{number} {what if number == 1 else several or what + 's'}"
+
+
 def interval(found: ConfidenceInterval | None) -> str:
     """An estimate with its interval."""
     if found is None:
         return "unknown"
-    high = "more" if found.high is None else duration(found.high)
-    return f"{duration(found.value)} ({duration(found.low)} to {high})"
+    if found.high is None:
+        return f"more than {duration(found.low)}, nothing has failed"
+    return f"{duration(found.value)} ({duration(found.low)} to {duration(found.high)})"
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Whether to start a run again, and why."""
+    return f"{_VERDICTS[verdict.action]}: {verdict.why}" if verdict.why else _VERDICTS[verdict.action]
+
+
+_VERDICTS = {
+    "continue": "nothing to do",
+    "restart": "start it again",
+    "stop": "do not start it again as it is",
+}
 
 
 def markdown(report: RunReport) -> str:
@@ -38,7 +56,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield f"# Run {_cell(report.run_id)}"
     yield ""
     state = "complete" if report.is_complete else "not complete"
-    yield f"{report.num_ranks} ranks on {len(report.hosts)} hosts, {state}."
+    yield f"{counted(report.num_ranks, 'rank')} on {counted(len(report.hosts), 'host')}, {state}."
     if report.verdict.action != "continue":
         yield f"**{report.verdict.action.capitalize()}**: {_cell(report.verdict.why)}."
     yield ""
@@ -64,6 +82,9 @@ def _lines(report: RunReport) -> Iterator[str]:
             for each in report.stragglers
         ]
         yield from _table(("rank", "host", "phase", "late in steps", "the run would have been shorter by"), rows)
+    elif not report.are_waits_measured:
+        yield ""
+        yield "The ranks' waits for each other were not measured, so this report cannot tell stragglers."
     for node in report.failing_nodes:
         yield ""
         chance = f"which has a probability of {node.probability:.1g} if all nodes are alike"

@@ -5,15 +5,18 @@ what a process has booked is known better once all ledgers lie side by side:
 
 * A step that the rank has committed again later was lost: its time is `REDONE`.
 * In a step, the rank that waited least was the last one. What others waited longer than it is `STRAGGLER_WAIT`.
-* The set-up of a replacement is part of a repair: `ASSEMBLE`, or `RESIZE` if the rank did not exist before.
+* The set-up of a replacement is part of a repair: `ASSEMBLE`, or `RESIZE` if the rank did not exist before. So is a
+  checkpoint that it loads before its first step: `RESTORE`, or `RESIZE`.
 * What a killed process did after its last line is lost, too. Until its replacement starts, the rank is `ASSEMBLE`, or
   `CAPACITY_WAIT` where its agent waited for nodes.
 """
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import final
 
 from hyperpod_plugins.ledger import TimeCategory
 from hyperpod_plugins.report.run_files import Exit, LedgerSpan, ProcessRecord, Run
@@ -21,6 +24,7 @@ from hyperpod_plugins.report.run_report import RankProcess, RankTimeline
 
 StepKey = tuple[int, int]
 """Entry of the program, and number of the step in it."""
+_JOINING = (TimeCategory.SETUP, TimeCategory.ASSEMBLE, TimeCategory.CHECKPOINT_RESTORE, TimeCategory.RESTORE)
 _LOST_WITH_PROCESS = {TimeCategory.STEP, TimeCategory.DATA_WAIT, TimeCategory.SNAPSHOT}
 
 
@@ -35,6 +39,8 @@ class Timeline:
     spans: list[LedgerSpan] = field(default_factory=list[LedgerSpan])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     waited_s: float = 0.0
+    loads_s: list[float] = field(default_factory=list[float])
+    """How long each of its checkpoints took to load, also where that is booked as part of a repair."""
 
     @property
     def rank(self) -> int:
@@ -55,7 +61,51 @@ class Timeline:
             processes=[_shown(*each) for each in zip(self.processes, self.endings, strict=True)],
             spans=joined_spans(self.spans),
             waited_s=self.waited_s,
+            checkpoint_loads_s=self.loads_s,
         )
+
+
+@final
+class RanksPresent:
+    """How many ranks a job had at each time: each from the start of its first process to the end of its last one."""
+
+    def __init__(self, timelines: Iterable[Timeline]) -> None:
+        """Count them."""
+        changes: defaultdict[float, int] = defaultdict(int)
+        for each in timelines:
+            if each.spans:
+                changes[each.spans[0].begin_s] += 1
+                changes[each.spans[-1].end_s] -= 1
+        self._times_s = sorted(changes)
+        self._shares_s = [0.0]
+        """Integral of 1 / number of ranks up to each of these times."""
+        number = 0
+        for from_s, to_s in itertools.pairwise(self._times_s):
+            number += changes[from_s]
+            self._shares_s.append(self._shares_s[-1] + (to_s - from_s) / max(1, number))
+
+    def mean_seconds(self, timelines: Iterable[Timeline], categories: Iterable[str]) -> float:
+        """Seconds of some categories, averaged over the ranks that were there at the time: seconds of the job."""
+        wanted = [str(each) for each in categories]
+        return sum(
+            self.mean_of(span, sum(span.seconds.get(name, 0.0) for name in wanted))
+            for each in timelines
+            for span in each.spans
+        )
+
+    def mean_of(self, span: LedgerSpan, seconds: float) -> float:
+        """Seconds of one rank within a span, divided by the number of ranks that were there meanwhile."""
+        if seconds <= 0 or span.duration_s <= 0:
+            return 0.0
+        return seconds * (self._share_s(span.end_s) - self._share_s(span.begin_s)) / span.duration_s
+
+    def _share_s(self, at_s: float) -> float:
+        index = bisect_right(self._times_s, at_s) - 1
+        if index + 1 >= len(self._times_s):
+            return self._shares_s[-1]
+        from_s, to_s = self._times_s[index : index + 2]
+        before_s, after_s = self._shares_s[index : index + 2]
+        return before_s + (after_s - before_s) * (at_s - from_s) / (to_s - from_s)
 
 
 def timelines_of(run: Run) -> list[Timeline]:
@@ -69,7 +119,7 @@ def timelines_of(run: Run) -> list[Timeline]:
         # Not by their start alone: a replacement may run on a machine whose clock is behind.
         processes.sort(key=lambda each: (each.launch, each.restart, each.incarnation))
         endings = [exits.get(id(each)) for each in processes]
-        found.append(Timeline(worker_id, processes, endings))
+        found.append(Timeline(worker_id, processes, endings, loads_s=_loads_s(processes)))
     mark_lost_steps(found)
     waits = [span for agent in run.agents for span in agent.spans if TimeCategory.CAPACITY_WAIT in span.seconds]
     for each in found:
@@ -103,14 +153,32 @@ def mark_lost_steps(timelines: Iterable[Timeline]) -> None:
                         _move(span.seconds, category, TimeCategory.REDONE)
 
 
+def _loads_s(processes: Iterable[ProcessRecord]) -> list[float]:
+    """How long each checkpoint took to load: all before a process's first step is one, later visits are one each."""
+    found: list[float] = []
+    for each in processes:
+        first = list(_before_steps(each))
+        found.append(sum(span.seconds.get(TimeCategory.CHECKPOINT_RESTORE, 0.0) for span in first))
+        later = joined_spans(each.spans[len(first) :])
+        found += [duration_s for _, duration_s, category in later if category == TimeCategory.CHECKPOINT_RESTORE]
+    return [each for each in found if each > 0]
+
+
+def _before_steps(process: ProcessRecord) -> Iterator[LedgerSpan]:
+    """The spans before the first step that a process has committed."""
+    return itertools.takewhile(lambda each: each.step is None, process.spans)
+
+
 def _book_replacements(timeline: Timeline) -> None:
-    """The set-up of a process that takes the place of another one, or lets the job grow, is part of that."""
+    """What a process does before its first step is part of a repair or a growth, if it is for that that it started."""
     for index, process in enumerate(timeline.processes):
         if index == 0 and process.incarnation > 0:  # it joins until its first step
-            for span in itertools.takewhile(lambda each: each.step is None, process.spans):
-                for category in (TimeCategory.SETUP, TimeCategory.ASSEMBLE, TimeCategory.RESTORE):
+            for span in _before_steps(process):
+                for category in _JOINING:
                     _move(span.seconds, category, TimeCategory.RESIZE)
         elif index > 0 or process.restart > 0 or process.launch > 0:
+            for span in _before_steps(process):
+                _move(span.seconds, TimeCategory.CHECKPOINT_RESTORE, TimeCategory.RESTORE)
             for span in process.spans:
                 _move(span.seconds, TimeCategory.SETUP, TimeCategory.ASSEMBLE)
 

@@ -21,6 +21,7 @@ from hyperpod_plugins.comm import CommOptions, group_health
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
+from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.elastic.launcher.signal_queue import ignore_notices
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, ElasticSpec, elastic_spec_of
@@ -148,6 +149,8 @@ class Session:
         **options: Any,
     ) -> None:
         self.config = ParallelConfig.of(config_path() if config is None else config, **options)
+        if self.config.delayed_init:
+            delay_transformers()
         self._recovery = recovery or RecoveryOptions()
         self._rule = lr_scaling if isinstance(lr_scaling, LRScalingRule) else LRScalingRule(scaling=lr_scaling)
         self._rule.check_batch(follows_world=samples_per_replica > 0)

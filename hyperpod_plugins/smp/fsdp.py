@@ -321,10 +321,12 @@ def wrap(
     if param_init_fn is not None and not isinstance(param_init_fn, ParamInit):
         _refuse_own_init(module)
     recomputes = translation.config.activation_checkpointing != "none"  # if not, the script does, and wraps for offload
+    wrapper_offloads = not recomputes and bool(job.config_in_wrapper.sm_activation_offloading)
     config = replace(
         translation.config,
         hybrid_shard_degree=job.topology.shard_degree,
         sm_activation_offloading=recomputes and translation.config.sm_activation_offloading,
+        activation_host_memory_gib=0.0 if wrapper_offloads else translation.config.activation_host_memory_gib,
     )
     asked = {each.cp_comm_type for each in transformed if each.cp_comm_type is not None}
     if len(asked) > 1:

@@ -130,5 +130,5 @@ torch_classes.set_replacements(
         "optim_state_dict": checkpoint.optim_state_dict,
         "optim_state_dict_to_load": checkpoint.optim_state_dict_to_load,
     },
-    lambda: job.current_job().config_in_wrapper if job.is_initialized() else None,
+    job.config_in_wrapper,
 )

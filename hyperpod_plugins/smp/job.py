@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyperpod_plugins.comm.process_group import BACKEND, ResilientProcessGroup
+from hyperpod_plugins.delayed_init.api import delay_transformers
 from hyperpod_plugins.env import WorkerEnv, config_path
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
 from hyperpod_plugins.parallel import ParallelConfig, Topology, build_mesh
@@ -64,6 +65,24 @@ class Job:
 _job: Job | None = None
 
 
+def config_in_wrapper() -> ParallelConfig | None:
+    """The configuration that counts inside a script's `offload_wrapper`; None before `init`.
+
+    Warns where Transformer Engine excludes SMP's default of `sm_activation_offloading`.
+    """
+    if _job is None:
+        return None
+    recipe = _job.config.float8_recipe
+    if recipe in TE_RECIPES and not _job.says_offload:
+        warn_once(
+            f"sm_activation_offloading, SMP's default, does not go with float8_recipe={recipe!r} (fp8: true), whose "
+            "layers are not recomputed: in offload_wrapper, all that backward needs is copied to the host, and back "
+            'when it is needed, as torch does. Add "sm_activation_offloading": false to the configuration, or leave '
+            "offload_wrapper out; to recompute blocks and offload their inputs, use float8_recipe='tensorwise'."
+        )
+    return _job.config_in_wrapper
+
+
 def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) -> None:
     """Set up degrees and process groups; from then on, `FullyShardedDataParallel(...)` is translated to FSDP2.
 
@@ -91,6 +110,8 @@ def init(config: ParallelConfig | Mapping[str, Any] | str | Path | None = None) 
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
     topology = asked.topology(dist.get_world_size(), ranks_per_node=env.local_world_size)
+    if asked.delayed_init:
+        delay_transformers()
     _job = Job(
         config=asked,
         topology=topology,
@@ -150,6 +171,16 @@ class Ranker:
     def get_rep_rank(self, global_rank: int | None = None) -> int:
         """Index of a rank (default: this one) among those that hold the same shard."""
         return current_job().topology.coordinates(dist.get_rank() if global_rank is None else global_rank).replicate
+
+
+_ABSENT = {
+    "get_rng_state_tracker": (
+        "layers of Transformer Engine are not recomputed here, so leave its checkpoint function out. To recompute "
+        "blocks, use float8_recipe='tensorwise' with activation_checkpointing='full' in the configuration, or torch's "
+        "checkpoint_wrapper; these need no tracker"
+    ),
+}
+"""Attributes that scripts for SMP use, and what to do without them."""
 
 
 class State:
@@ -254,6 +285,16 @@ class State:
         current_job()
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, which says what to do instead of using an attribute that only SMP has."""
+        known = ", ".join(sorted(each for each in dir(State) if not each.startswith("_")))
+        why = _ABSENT.get(name, f"there are {known}")
+        raise AttributeError(
+            f"torch.sagemaker.state.{name} has no counterpart in hyperpod_plugins: {why}.",
+            name=name,
+            obj=self,
+        )
 
 
 state = State()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from hyperpod_plugins.accelerate import HyperPodPlugin
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError, UnknownKeyError
+from hyperpod_plugins.parallel import ParallelConfig
 from hyperpod_plugins.precision import TeScaling
 from hyperpod_plugins.presets import preset_path
 
@@ -126,6 +127,26 @@ def test_fp8_is_done_by_this_package():
         HyperPodPlugin(fp8="te", float8_recipe="rowwise")
     with pytest.raises(ConfigError, match="te-fp8' cannot be combined with param_offload"):
         HyperPodPlugin(fp8="te", offload_params=True)
+
+
+def test_float32_beside_fp8_is_refused_where_the_program_says_it(monkeypatch, tmp_path):
+    file = tmp_path / "float32.json"
+    file.write_text('{"precision": "32-true"}')
+    for given in ({"precision": "32-true"}, {"config": {"precision": "32-true"}}, {"config": file}):
+        with pytest.raises(ConfigError, match=r"fp8='torchao' contradicts precision='32-true'"):
+            HyperPodPlugin(fp8="torchao", **given)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
+    assert HyperPodPlugin.from_environ(fp8="torchao").config.precision == "bf16-mixed"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match=r"contradicts precision='32-true'"):
+        HyperPodPlugin.from_environ(precision="32-true")
+    assert HyperPodPlugin(ParallelConfig(), fp8="torchao").config.precision == "bf16-mixed"  # its default
+
+
+def test_options_of_torchao_need_fp8():
+    assert HyperPodPlugin(fp8="torchao", float8_pad_inner_dim=True).config.float8_pad_inner_dim
+    with pytest.raises(ConfigError, match="float8_pad_inner_dim=True needs float8_recipe"):
+        HyperPodPlugin(float8_pad_inner_dim=True)
 
 
 def test_a_recipe_of_ms_amp_is_refused():

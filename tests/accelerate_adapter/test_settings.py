@@ -170,6 +170,49 @@ def test_a_file_may_leave_out_the_prefix_of_its_section(key):
     assert options_in(variables_in(file)) == {"precision": "32-true", "activation_checkpointing": True}
 
 
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (
+            {"fsdp_config": {"fsdp_activation_checkpoint": True}},
+            "fsdp_config has the key 'fsdp_activation_checkpoint', which is unknown. Did you mean 'fsdp_activation_",
+        ),
+        ({"fsdp_config": {"limit_all_gathers": True}}, "'limit_all_gathers', which is unknown.*Known keys: fsdp_"),
+        ({"fp8_config": {"backend": "TE", "marginn": 2}}, "'marginn', which is unknown. Did you mean 'fp8_margin'"),
+        ({"parallelism_config": {"parallelism_config_ep_size": 2}}, "'parallelism_config_ep_size', which is unknown"),
+        ({"distributed_type": "DEEPSPEED"}, "asks for DEEPSPEED"),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, "MEGATRON_LM"),
+        ({"distributed_type": "FSDP", "deepspeed_config": {"zero_stage": 3}}, r"asks for DEEPSPEED.*deepspeed_config"),
+    ],
+)
+def test_what_a_file_asks_for_and_this_plugin_does_not_know_is_refused_by_name(file, told):
+    with pytest.raises(ConfigError, match=told):
+        options_in(variables_in(file))
+
+
+def test_keys_of_fsdp1_and_empty_sections_do_no_harm():
+    """`accelerate config` writes them."""
+    old = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True, "fsdp_backward_prefetch": "NO"}
+    others = {"fsdp_sync_module_states": True, "fsdp_cpu_ram_efficient_loading": True, "fsdp_min_num_params": 1}
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2} | old | others, "deepspeed_config": {}}
+    assert options_in(variables_in(file)) == {"precision": "32-true"}
+
+
+def test_the_launcher_of_another_engine_is_refused():
+    with pytest.raises(ConfigError, match="asks for DEEPSPEED"):
+        options_in({"ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_keys_of_fp8_as_accelerate_config_writes_them(is_file):
+    keys = {"backend": "TE", "amax_history_length": 16, "amax_compute_algorithm": "max"}
+    variables = variables_in({"mixed_precision": "fp8", "fp8_config": keys})
+    if not is_file:  # the launcher exports its own defaults beside them
+        variables = {f"ACCELERATE_FP8_{name.upper()}": str(value) for name, value in keys.items()}
+        variables |= TE | {"ACCELERATE_FP8_AMAX_HISTORY_LEN": "1024", "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"}
+    assert options_in(variables) == of_te(amax_history_len=16, amax_compute_algo="max")
+
+
 def test_a_file_without_a_version_asks_for_the_first():
     with pytest.raises(ConfigError, match="fsdp_version is 1"):
         options_in(variables_in({"distributed_type": "FSDP"}))

@@ -131,3 +131,14 @@ def test_the_rendezvous_of_a_file_is_ignored(tmp_path):
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\nrdzv_backend: hyperpod\n")
     given = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
     assert _validate_launch_command(given)[0].rdzv_backend == "static"
+
+
+def test_options_of_fp8_are_written_by_other_names_than_they_are_read_by(tmp_path):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    file = tmp_path / "config.yaml"
+    keys = "{backend: TE, amax_history_length: 16, amax_compute_algorithm: max}"  # as `accelerate config` writes them
+    file.write_text(f"distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\nfp8_config: {keys}\n")
+    given = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    found = _validate_launch_command(given)[0]
+    assert (found.fp8_backend, found.fp8_amax_history_len, found.fp8_amax_compute_algo) == ("TE", 1024, "most_recent")

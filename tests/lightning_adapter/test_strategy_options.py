@@ -198,7 +198,10 @@ def test_float8_as_a_plugin_and_as_options_of_the_strategy():
     for own, told in (
         ({"float8_recipe": "rowwise"}, "float8_recipe='tensorwise', but the strategy has 'rowwise'"),
         ({"precision": "32-true"}, "precision='bf16-mixed', but the strategy has '32-true'"),
-        ({"tensor_parallel_degree": 2, "float8_pad_inner_dim": True}, "float8_pad_inner_dim=False, but the strategy"),
+        (
+            {"float8_recipe": "tensorwise", "precision": "bf16-mixed", "float8_pad_inner_dim": True},
+            "float8_pad_inner_dim=False, but the strategy",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
             make_trainer(HyperPodStrategy(**own), plugins=[Float8Precision()])

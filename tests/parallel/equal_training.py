@@ -1,6 +1,8 @@
 """The training of language models on one process, and on a mesh with which it must be equal."""
 
 import os
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,26 @@ def train_alone(model):
     return train(model, samples().split(GLOBAL_BATCH), torch.nn.utils.clip_grad_norm_)
 
 
+@contextmanager
+def offloading(options):
+    """Let inputs of any size go to the host, as the models are tiny, and check that some do, if the options say so."""
+    from hyperpod_plugins.memory import offload
+
+    attach, made = offload.ActivationOffload.attach, []
+
+    def attach_and_note(self, blocks):
+        made.append(self)
+        attach(self, blocks)
+
+    with (
+        mock.patch.object(offload, "MIN_BYTES", 1),
+        mock.patch.object(offload.ActivationOffload, "attach", attach_and_note),
+    ):
+        yield
+    is_asked = options.get("sm_activation_offloading", False)
+    assert [each.stored_bytes > 0 for each in made] == [True] * bool(is_asked), [each.stored_bytes for each in made]
+
+
 def train_on_mesh(model, options, precision="32-true"):
     """The same, with this rank's share of each batch; losses are means over all ranks."""
     from hyperpod_plugins.parallel import ParallelConfig, build_data_group, build_mesh, clip_grad_norm_, parallelize
@@ -49,11 +71,11 @@ def train_on_mesh(model, options, precision="32-true"):
 
     config = ParallelConfig.of(options, precision=precision)
     topology = config.topology(dist.get_world_size(), ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    model = parallelize(model, build_mesh(topology, DEVICE), config)
     group, index = build_data_group(topology), topology.data_rank(dist.get_rank())
     share = GLOBAL_BATCH // topology.data_degree
     batches = [batch[index * share : (index + 1) * share] for batch in samples().split(GLOBAL_BATCH)]
-    with loss_parallel_context(config):
+    with offloading(options), loss_parallel_context(config):
+        model = parallelize(model, build_mesh(topology, DEVICE), config)
         losses, *rest = train(model, batches, clip_grad_norm_)
     for loss in losses:
         dist.all_reduce(loss, group=group)

@@ -293,6 +293,18 @@ def test_what_splits_along_the_tensor_axis_needs_one(key):
     assert getattr(ParallelConfig(**{key: True}, tensor_parallel_degree=2), key)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"float8_all_gather": True}, "needs float8_recipe='tensorwise', but it is 'none'"),
+        ({"float8_pad_inner_dim": True}, "needs float8_recipe='tensorwise' or 'rowwise', but it is 'none'"),
+        ({"te_scaling": {"margin": 1}}, "is for float8_recipe='te-fp8', but it is 'none'"),
+    ],
+)
+def test_options_of_a_recipe_need_it(values, words):
+    raised(ConfigError, lambda: ParallelConfig.of(values), next(iter(values)), words)
+
+
 # -- what is not built ----------------------------------------------------------------------------------------------
 
 

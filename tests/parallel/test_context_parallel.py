@@ -15,6 +15,7 @@ from parallel.context_threads import run_threads
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.memory import offload
 from hyperpod_plugins.memory.chunked_loss import chunk_loss
 from hyperpod_plugins.memory.recompute import recompute_blocks
 from hyperpod_plugins.memory.tiled_mlp import tile_mlps
@@ -278,28 +279,27 @@ def test_batches_of_all_kinds_in_a_ring(monkeypatch, name, batch):
     assert_equal(monkeypatch, make(name), 2, loss_of(BATCHES[batch]), comm_type="p2p")
 
 
-def saving(**options):
-    config = ParallelConfig(**options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"mlp_tiles": 3}, id="tiles"),
+        pytest.param({"activation_checkpointing": "selective"}, id="selective"),
+        pytest.param({"sm_activation_offloading": True, "loss_chunks": 3, "mlp_tiles": 3}, id="offload, chunks, tiles"),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "qwen3, windows"])
+def test_with_the_least_memory(monkeypatch, name, options):
+    config, offloads = ParallelConfig(**options), []
 
     def prepare(model):
         if config.mlp_tiles > 1:
             tile_mlps(model, config.mlp_tiles)
-        save_activation_memory(model, config, torch.device("cpu"))
+        offloads.append(save_activation_memory(model, config, torch.device("cpu")))
 
-    return prepare
-
-
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        pytest.param(saving(mlp_tiles=3), id="tiles"),
-        pytest.param(saving(activation_checkpointing="selective"), id="selective"),
-        pytest.param(saving(sm_activation_offloading=True, loss_chunks=3, mlp_tiles=3), id="offload, chunks, tiles"),
-    ],
-)
-@pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "qwen3, windows"])
-def test_with_the_least_memory(monkeypatch, name, prepare):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)  # the models are tiny
     assert_equal(monkeypatch, make(name).train(), 2, loss_of(packed(7, 9, 8)), prepare)
+    assert len(offloads) == 2  # ranks
+    assert all((each is not None and each.stored_bytes > 0) == config.sm_activation_offloading for each in offloads)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, one head of keys", "gpt_oss, windows and sinks"])

@@ -227,9 +227,6 @@ MEMORY_LAYOUTS = {
 
 
 def train_with_little_memory():
-    from hyperpod_plugins.memory import offload
-
-    offload.MIN_BYTES = 1  # the model is tiny
     dist.init_process_group("hyperpod")
     cases = [(model, name) for model in ("llama", "tied llama") for name in MEMORY_LAYOUTS]
     results = {case: train_on_mesh(MODELS[case[0]], MEMORY_LAYOUTS[case[1]]) for case in cases}

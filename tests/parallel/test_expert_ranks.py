@@ -25,7 +25,7 @@ LAYOUTS = {
     "experts 4": (4, {"expert_parallel_degree": 4}),
     "experts 2, recomputed": (2, {"expert_parallel_degree": 2, "activation_checkpointing": True, "loss_chunks": 3}),
     "experts 2, selective": (2, {"expert_parallel_degree": 2, "activation_checkpointing": "selective"}),
-    "experts 2, offload": (2, {"expert_parallel_degree": 2, "sm_activation_offloading": "auto"}),
+    "experts 2, offload": (2, {"expert_parallel_degree": 2, "sm_activation_offloading": True}),
     "experts 2, tensor 2": (4, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
     "experts 2, tensor 2, recomputed": (
         4,

@@ -1,5 +1,7 @@
 """`parallelize` gives a delayed model the very values of building it eagerly on rank 0, sharded or split."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +39,46 @@ class Model(nn.Module):
 def values(model):
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in named}
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class OfMlps(nn.Module):
+    """Two blocks with MLPs, of which one is in no layer that tiles could serve."""
+
+    def __init__(self):
+        super().__init__()
+        mlps = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": mlp}) for mlp in mlps])
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"activation_host_memory_gib": 2.5}, "activation_host_memory_gib=2.5 has no effect without"),
+        ({"delayed_values": "rank_0"}, "delayed_values='rank_0' has no effect on Model, which has all its values"),
+        ({"delayed_values": "rank_0", "is_delayed": True}, ""),
+        ({"activation_loading_horizon": 3}, ""),
+        ({"mlp_tiles": 2}, "mlp_tiles=2: tiled: 2 layers.*.mlp; not: mlp"),
+    ],
+)
+def test_what_has_no_effect_and_what_is_tiled_is_told_once(one_rank, caplog, options, told):
+    from hyperpod_plugins.delayed_init import delayed_init
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    with delayed_init() if options.pop("is_delayed", False) else nullcontext():
+        model = OfMlps() if "mlp_tiles" in options else Model()
+    config = ParallelConfig(**options)
+    with caplog.at_level("WARNING", "hyperpod_plugins.parallel"):
+        parallelize(model, build_mesh(config.topology(1), "cpu"), config)
+    assert len(caplog.messages) == bool(told)
+    assert "".join(caplog.messages).startswith(told)
 
 
 def build_delayed():

@@ -109,6 +109,15 @@ def test_a_job_that_makes_no_progress_is_told_so(capsys):
     assert "> 5" in text
 
 
+def test_runs_that_were_given_up_are_told_also_where_the_closed_form_has_no_end():
+    stages = StageTimes(checkpoint_save_s=600.0, startup_s=6000.0)
+    scenario = Scenario(num_nodes=64, failures_per_node_hour=0.5, work_s=DAY_S, stages=stages)
+    plan = make_plan(scenario, num_runs=3)
+    [endless] = [each for each in plan.policies if each.policy.name == "snapshots"]
+    assert (endless.runs.time_ratio.mean, endless.forecast.time_ratio) == (math.inf, math.inf)
+    assert "snapshots: some runs take more than 10 times their work, and were given up" in plan.lines()
+
+
 @pytest.mark.parametrize("save_s", [30.0, 300.0])
 def test_the_best_interval_is_the_best_of_the_simulation_too(save_s):
     scenario = replace(SCENARIO, stages=StageTimes(checkpoint_save_s=save_s), node_loss_fraction=0.0)
@@ -217,6 +226,18 @@ def test_failures_come_from_a_trace(capsys, tmp_path):
     assert "failures are not exponential" in plan["policies"][0]["closed_form_limits"]
 
 
+def test_a_trace_knows_of_how_many_nodes_it_is(capsys, tmp_path):
+    """Two failures in 12 h on 2 nodes are 2 in a node-day: more nodes fail more often."""
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"duration_s": DAY_S / 2, "num_nodes": 2, "failures": [[3600, 0], [7200, 1]]}))
+    job = ["--trace", str(path), "--days", "1", "--runs", "5"]
+    assert printed(capsys, "--nodes", "2", *job).startswith("2 nodes")
+    assert main(["plan", "--nodes", "64", *job]) == 2
+    told = capsys.readouterr().err
+    assert "is of a run with num_nodes=2" in told
+    assert "--failures-per-node-day 2." in told
+
+
 def test_other_failures_can_be_chosen(capsys):
     for option in (["--weibull-shape", "0.7"], ["--equal-nodes"], ["--exclude-after", "1"], ["--retries", "field"]):
         assert printed(capsys, *JOB, *option) != printed(capsys, *JOB)
@@ -252,7 +273,7 @@ def test_degrees_that_fit_give_the_replicas(capsys, tmp_path):
         (["--nodes", "4"], "give --days or --steps"),
         (["--nodes", "4", "--days", "1"], "--failures-per-node-day, --mtbf-hours of the whole job, or --trace"),
         (["--nodes", "0", "--days", "1"], "--nodes=0 must be"),
-        (["--nodes", "4", "--days", "-1", "--mtbf-hours", "1"], "--days=-86400 must be"),
+        (["--nodes", "4", "--days", "-1", "--mtbf-hours", "1"], "--days=-1 must be"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "0"], "--mtbf-hours=0 must be"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--replicas", "3"], "must divide the number of nodes, 4"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--price", "nan"], "price_per_accelerator_hour=nan"),
@@ -269,7 +290,10 @@ def test_degrees_that_fit_give_the_replicas(capsys, tmp_path):
         ),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--repair-s", "9e9"], "spares are computed for at most"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--seed", "-1"], "seed=-1 must be at least 0"),
+        (["--nodes", "4", "--steps", "-3", "--mtbf-hours", "1"], "--steps=-3 must be"),
         (["--preset", "flowers"], "invalid choice"),
+        (["--preset", "seeds", "--price", "5", "--nodes", "3"], "leave out --price, --nodes"),
+        (["--preset", "seeds", "--page", "plan.html"], "leave out --page"),
         (["--days", "1", "--steps", "1"], "not allowed with"),
     ],
 )
@@ -292,7 +316,9 @@ def test_bad_input_ends_with_code_2_and_says_why(arguments, told, capsys):
         ("--stage-times", [1], "must hold a JSON object, but holds a list"),
         ("--trace", {"failures": [[1, 0]]}, "is not of the form"),
         ("--trace", {"duration_s": 9, "failures": [1]}, "is not of the form"),
-        ("--trace", {"duration_s": 9, "failures": []}, "is not of the form"),
+        ("--trace", {"duration_s": 9, "failures": []}, "the run had no failure: use --mtbf-hours"),
+        ("--trace", {"duration_s": 9, "failures": [[1, 0]], "num_nodes": "2"}, "is of a run with num_nodes=2"),
+        ("--trace", {"duration_s": 9, "failures": [[1, 0]], "num_nodes": "x"}, "is not of the form"),
         ("--trace", {"duration_s": 9, "failures": [[10, 0]]}, "less than duration_s=9"),
         ("--trace", {"duration_s": 9, "failures": [[1, 4]]}, "the cluster has 4 nodes"),
     ],

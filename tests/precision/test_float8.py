@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from harness import run_ranks
+from parallel.equal_training import offloading
 from torch import nn
 
 from hyperpod_plugins.errors import ConfigError, MissingExtraError
@@ -285,16 +286,17 @@ def train(recipe, shard, tensor, precision="bf16-mixed", *, is_delayed=False, **
     mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
     with delayed_init() if is_delayed else contextlib.nullcontext():
         model = made()
-    model = parallelize(model, mesh, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for step in range(4):
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
-        loss = model(x.bfloat16()).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
+    with offloading(options):
+        model = parallelize(model, mesh, config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(4):
+            x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+            loss = model(x.bfloat16()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
     return losses
 
 

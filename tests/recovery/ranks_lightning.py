@@ -22,6 +22,7 @@ from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow
 from hyperpod_plugins.memory import offload
 from hyperpod_plugins.parallel.host_optimizer import HostMemory, _options_of
+from hyperpod_plugins.precision.float8 import conversions_of
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
 
 torch.set_num_threads(1)
@@ -37,6 +38,7 @@ MEMORY = {
     "offloaded": {"activation_offload": True, "activation_loading_horizon": 1},
     "parameters on the host": {"param_offload": True},
     "optimizer on the host": {"optimizer_offload": True},
+    "in float8": {"float8_recipe": "tensorwise", "float8_all_gather": True},
 }
 WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
 faults = Faults()
@@ -390,6 +392,7 @@ def main():
         ),
         accelerator=ACCELERATOR,
         devices=devices(int(os.environ["LOCAL_WORLD_SIZE"])),
+        precision="bf16-mixed" if option("MEMORY", "whole") == "in float8" else "32-true",
         max_steps=option("STEPS", 24),
         logger=Record(),
         log_every_n_steps=1,
@@ -426,6 +429,7 @@ def main():
         "validated": validated,
         "repairs": len(recovery.repairs),
         "offloaded": sum(each.stored_bytes for each in offloads),
+        "in_float8": sorted(conversions_of(module)),
         "on_host": [what.value for what in HostMemory if what in _options_of(optimizer)],
         "causes": [repair.failure.kind for repair in recovery.repairs],
         "lasted_s": [repair.total_s for repair in recovery.repairs],

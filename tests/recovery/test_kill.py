@@ -362,6 +362,20 @@ def test_ranks_killed_with_training_state_in_host_memory(run, undisturbed, what)
     assert all(result["on_host"] == [option] for result in found.results())
 
 
+@pytest.mark.variant
+def test_ranks_killed_while_layers_compute_in_float8(run):
+    """The same bits as undisturbed, with weights that are gathered in float8."""
+    pytest.importorskip("torchao")
+    faults = [each for each in EVERYWHERE if each[0] in ("forward", "backward", "receive", "clip", "optimizer")]
+    faults += [["backward", 7, 1, "raise"], ["forward", 21, 2, "raise"]]
+    found = run("float8_disturbed", faults, MEMORY="in float8", **REPLICA)
+    wanted = run("float8", MEMORY="in float8")
+    assert_equal(found, wanted)
+    assert_logged_once(found, wanted, faults)
+    layers = [f"net.layers.{number}.{name}" for number in range(2) for name in ("w1", "w2")]
+    assert all(result["in_float8"] == layers for result in found.results())
+
+
 @pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.variant), "nccl-like"])
 def test_ranks_lost_where_the_others_have_gathered_a_metric(run, undisturbed, transport):
     """They have its value; it is computed again with the one that comes, and never of what an abort leaves behind."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 BEGAN_S = 1_700_000_000.0
 SIGKILL = "killed by SIGKILL"
+COSTS_OF_FAILURES = ("detect", "assemble", "restore", "redone")
 
 
 @dataclass
@@ -27,8 +28,8 @@ class Expected:
     detect_s: float = 0.0
     assemble_s: float = 0.0
     restore_s: float = 0.0
-    redone_of_all_s: float = 0.0
-    """Over all ranks."""
+    redone_s: float = 0.0
+    """Averaged over the ranks of then."""
 
 
 @dataclass
@@ -63,6 +64,7 @@ class SyntheticRun:
         self.seconds = [defaultdict(float) for _ in range(num_ranks)]
         self.incidents: list[Expected] = []
         self.num_failures = self.steps_lost = 0
+        self.failures_cost_s = 0.0
         self.held: dict[int, list] = {}
         """Committed steps that are not lost: number, seconds and waits of each rank."""
         self.began_s, self.is_complete = BEGAN_S, False
@@ -327,6 +329,7 @@ class SyntheticRun:
     def _count(self, rank, **seconds):
         for name, value in seconds.items():
             self.seconds[rank][name] += value
+            self.failures_cost_s += value / self.num_ranks if name in COSTS_OF_FAILURES else 0.0
 
     def _world(self):
         for rank, worker in enumerate(self.workers):
@@ -343,6 +346,7 @@ class SyntheticRun:
                         is_lost = name in ("step", "data_wait", "snapshot")
                         own["redone" if is_lost else name] += value
                         total_s += value * is_lost / self.num_ranks
+                        self.failures_cost_s += value * is_lost / self.num_ranks
             self.lost_now = self.step_number - back_to
             self.steps_lost += self.lost_now
             self.step_number = back_to
@@ -377,7 +381,7 @@ class SyntheticRun:
         lost_s = self._go_back(back_to)
         for rank in range(self.num_ranks):
             self.workers[rank] = self._process(rank, began_s)
-            self._count(rank, assemble=gap_s + setup_s, checkpoint_restore=load_s)
+            self._count(rank, assemble=gap_s + setup_s, restore=load_s)
             self.workers[rank].book(seconds={"setup": setup_s})
             self.workers[rank].book(seconds={"checkpoint_restore": load_s})
         self.now_s += setup_s + load_s
@@ -401,7 +405,7 @@ class SyntheticRun:
                 detect_s=detect_s,
                 assemble_s=assemble_s,
                 restore_s=restore_s,
-                redone_of_all_s=redone_s * self.num_ranks,
+                redone_s=redone_s,
             )
         )
 

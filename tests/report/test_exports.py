@@ -18,7 +18,8 @@ from hyperpod_plugins.report.make_report import run_report
 from hyperpod_plugins.report.measured_times import failure_trace, stage_times, step_time_s
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_files import read_run
-from hyperpod_plugins.report.text import duration, markdown
+from hyperpod_plugins.report.run_report import ConfidenceInterval
+from hyperpod_plugins.report.text import duration, interval, markdown
 from hyperpod_plugins.report.trace import perfetto_trace
 
 
@@ -71,6 +72,23 @@ def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
 
 
+def test_an_interval_without_an_end_has_no_estimate():
+    assert interval(ConfidenceInterval(value=26.5, low=7.2, high=200.0)) == "26.5 s (7.2 s to 3 min 20 s)"
+    assert interval(ConfidenceInterval(value=26.5, low=7.2, high=None)) == "more than 7.2 s, nothing has failed"
+    assert interval(None) == "unknown"
+
+
+def test_waits_that_nobody_has_measured_are_not_those_of_equal_ranks(tmp_path):
+    write_ledgers(tmp_path / "unmeasured")
+    unmeasured = run_report(tmp_path / "unmeasured")
+    measured = run_report(SyntheticRun(2).steps(8).finish().write(tmp_path / "measured"))
+    alone = run_report(SyntheticRun(1).steps(8).finish().write(tmp_path / "alone"))
+    assert [each.are_waits_measured for each in (unmeasured, measured, alone)] == [False, True, True]
+    assert "were not measured" in markdown(unmeasured)
+    assert "were not measured" not in markdown(measured) + markdown(alone)
+    assert "2 ranks on 1 host," in markdown(unmeasured)
+
+
 def test_a_trace_has_a_span_for_each_span_and_an_instant_for_each_incident():
     report = synthetic_report(num_incidents=4)
     events = json.loads(perfetto_trace(report))["traceEvents"]
@@ -100,6 +118,7 @@ def test_times_for_the_planner_are_those_of_the_run(tmp_path):
     found, trace = stage_times(report), failure_trace(report)
     failures = [each for each in report.incidents if each.kind == "failure"]
     assert len(trace["failures"]) == len(failures)
+    assert trace["num_nodes"] == len(report.hosts)
     assert len(found["restore_s"]) == sum(each.level != "none" for each in failures)
     StageTimes.means_of(found)
 
@@ -139,6 +158,24 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="HYPERPOD_EVENTS"):
         read_run(tmp_path / "none")
+
+
+def test_the_command_tells_the_verdict_and_can_end_with_it(tmp_path, capsys):
+    failure = {"code": 1, "cause": "exit code 1 (ValueError: bad)"}
+    runs = {
+        "stop": SyntheticRun(2).steps(7).restart(1, back_to=4, **failure).steps(3).fail(1, **failure),
+        "restart": SyntheticRun(2).steps(7).cut_off(),
+        "continue": SyntheticRun(2).steps(7).finish(),
+    }
+    told = {"stop": "do not start it again", "restart": "start it again", "continue": "nothing to do"}
+    for action, run in runs.items():
+        folder = run.write(tmp_path / action)
+        assert main(["report", str(folder)]) == 0
+        assert f"\nverdict: {told[action]}" in capsys.readouterr().out
+        for form in ("html", "md", "json"):
+            assert main(["report", str(folder), "--check", "--format", form]) == (1 if action == "stop" else 0)
+            assert capsys.readouterr().out
+    assert (tmp_path / "stop" / "report.html").exists()
 
 
 def test_spans_for_opentelemetry_form_one_trace():

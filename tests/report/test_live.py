@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from report.live_cost import write_ledgers
+from report.synthetic_ledgers import SyntheticRun
 
 from hyperpod_plugins import cli
 from hyperpod_plugins.elastic import JobStore
@@ -146,6 +147,24 @@ def test_an_incident_in_a_line():
     assert incident_line(unrepaired, 100.0) == "after 20.0 s: killed by SIGKILL"
     restart = replace(INCIDENT, level="checkpoint", kind="restart", total_s=200.0)
     assert incident_line(restart, 100.0).endswith("; all restarted in 3 min 20 s")
+
+
+@pytest.mark.parametrize(
+    ("cause", "level", "told"),
+    [
+        ("grows from 2 to 3", "replace", "grows from 2 to 3; resized in 0.25 s"),
+        ("shrinks from 3 to 2", "retry", "shrinks from 3 to 2; resized in 0.25 s"),
+        ("other degrees", "checkpoint", "other degrees; all restarted in 0.25 s"),
+    ],
+)
+def test_a_change_of_size_is_no_repair(cause, level, told):
+    resize = replace(INCIDENT, kind="resize", cause=cause, level=level, rank=None)
+    assert incident_line(resize, 100.0) == f"after 20.0 s: {told}"
+
+
+def test_a_change_of_size_that_loses_steps_says_so():
+    resize = replace(INCIDENT, kind="resize", cause="shrinks from 3 to 2", level="snapshot", rank=None, steps_lost=3)
+    assert incident_line(resize, 100.0).endswith("; resized in 0.25 s, 3 steps lost")
 
 
 def test_the_rate_is_that_of_a_window_and_begins_anew_after_a_return():
@@ -308,6 +327,14 @@ def test_figures_agree_with_the_report_while_the_run_goes_on(tmp_path):
     assert figures.goodput == pytest.approx(report.goodput, abs=0.01)
     assert figures.ettr == pytest.approx(report.ettr, abs=0.01)
     assert figures.places[1, 1] == ("node0", 7)
+
+
+def test_what_restarted_processes_load_is_lost_in_both(tmp_path):
+    """Before the first step; a load after the steps is none of the failure."""
+    run = SyntheticRun(2).steps(4).restart(0, back_to=4, load_s=16.0).steps(2).phase("checkpoint_restore", 8.0)
+    figures, report = read_all(LiveLedgers(run.write(tmp_path))), run_report(tmp_path).headline
+    assert figures.ettr == pytest.approx(report.ettr, abs=1e-3)
+    assert report.ettr == pytest.approx(1 - 21.0 / (run.wall_s - 2.0), abs=1e-3)
 
 
 def test_a_line_is_read_when_it_is_whole(tmp_path):

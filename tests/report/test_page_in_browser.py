@@ -112,6 +112,30 @@ def test_tiles_and_notices(show):
     assert "The loss is NaN." in notices
 
 
+@pytest.mark.parametrize(
+    ("action", "selector", "told"),
+    [
+        ("continue", ".note", "it has ended"),
+        ("restart", ".notice", "To go on, start this run again."),
+        ("stop", ".notice", "Do not start this run again as it is."),
+    ],
+)
+def test_the_verdict_is_told_whatever_it_is(show, action, selector, told):
+    verdict = Verdict(action=action, why="it has ended")
+    browser = show(synthetic_report(num_incidents=0, is_complete=action == "continue", verdict=verdict))
+    texts = " ".join(texts_of(browser, selector))
+    assert told in texts
+    assert "it has ended" in texts
+
+
+@pytest.mark.parametrize(
+    ("is_measured", "told"), [(True, "No rank held the others back."), (False, "Waits were not measured")]
+)
+def test_no_stragglers_are_none_only_if_waits_were_measured(show, is_measured, told):
+    browser = show(synthetic_report(num_incidents=0, are_waits_measured=is_measured))
+    assert told in text_of(browser, "#nodes")
+
+
 def test_a_complete_run_has_no_notices(show):
     browser = show(synthetic_report(num_incidents=0))
     assert texts_of(browser, ".notice") == []

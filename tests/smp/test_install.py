@@ -82,6 +82,17 @@ def test_state_before_init(installed):
         tsm.transform(torch.nn.Linear(2, 2))
 
 
+def test_what_is_not_there_of_the_state(installed):
+    tsm = importlib.import_module("torch.sagemaker")
+    with pytest.raises(
+        AttributeError, match=r"get_rng_state_tracker has no counterpart.*leave its checkpoint function"
+    ):
+        _ = tsm.state.get_rng_state_tracker
+    with pytest.raises(AttributeError, match=r"state\.other has no counterpart.*there are .*cp_rank, .*world_size"):
+        _ = tsm.state.other
+    assert not hasattr(tsm.state, "get_rng_state_tracker")
+
+
 def test_ranks_share_gpus_that_are_too_few(monkeypatch):
     class Chosen(Exception):
         """Ends `init` as soon as it has chosen a device."""

@@ -162,11 +162,17 @@ def in_float8(config, own):
     )
     losses = loop(script, wrapped, script.tsm.state.dp_rank)
     found = {name: tuple(each.shape) for name, each in wrapped.named_buffers() if "amax_history" in name}
+    tokens = script.samples(0, script.tsm.state.dp_rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            script.offload_wrapper(wrapped)(input_ids=tokens, labels=tokens).loss.backward()
+    told = [str(each.message) for each in caught if "sm_activation_offloading" in str(each.message)]
     del wrapped  # one model of a process trains with Transformer Engine
     gc.collect()
     plain = plain_loop(script, build(), precision="bf16-mixed", **own)
     gc.collect()
-    return losses, plain, plain_loop(script, build(), precision="bf16-mixed"), found
+    return losses, plain, plain_loop(script, build(), precision="bf16-mixed"), found, told
 
 
 @pytest.mark.spawns
@@ -174,11 +180,13 @@ def test_keys_of_float8_mean_transformer_engine():
     config = {"fp8": True, "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "most_recent"}
     scaling = TeScaling(amax_history_len=3, amax_compute_algo="most_recent")
     own = {"float8_recipe": "te-fp8", "te_scaling": scaling}
-    for losses, plain, without, found in run_ranks(in_float8, config, own, world_size=2):
+    for rank, (losses, plain, without, found, told) in enumerate(run_ranks(in_float8, config, own, world_size=2)):
         assert losses == plain
         assert losses != without
         assert len(found) == 2 * 7 * 2  # layers, products of each, and directions
         assert {shape[0] for shape in found.values()} == {3}
+        assert len(told) == (rank == 0)  # SMP's default of sm_activation_offloading is left
+        assert "does not go with float8_recipe='te-fp8'" in "".join(told) or rank
 
 
 def more_of_it(folder):

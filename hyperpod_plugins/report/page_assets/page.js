@@ -31,6 +31,7 @@ function heading(data) {
     `began ${utc(data.began_at_ms)}`,
     plural(data.num_ranks, "rank", "ranks"),
     plural(data.hosts, "host", "hosts"),
+    ...(data.verdict.action === "continue" && data.verdict.why ? [data.verdict.why] : []),
   ];
   return [
     element(
@@ -106,7 +107,9 @@ function notices(data) {
     const lines = [...data.problems, ...(more > 0 ? [`and ${count(more)} more`] : [])];
     list.push(["", "Some files are incomplete or damaged; the figures leave out what could not be read:", ...lines]);
   }
-  if (data.verdict.action === "stop") list.push(["stop", "Do not start this run again as it is.", data.verdict.why]);
+  const { action, why } = data.verdict;
+  if (action === "stop") list.push(["stop", "Do not start this run again as it is.", why]);
+  if (action === "restart") list.push(["", "To go on, start this run again.", why]);
   return list.map(([kind, first, ...lines]) =>
     element(
       "div",
@@ -282,7 +285,11 @@ function nodesSection(data) {
     );
   }
   const missing = [
-    data.stragglers.length ? "" : "No rank held the others back.",
+    data.stragglers.length
+      ? ""
+      : data.are_waits_measured
+        ? "No rank held the others back."
+        : "Waits were not measured: which rank held the others back is unknown.",
     data.failing_nodes.length ? "" : "No node failed more often than chance explains.",
   ];
   return section("nodes", "Stragglers and failing nodes", missing.filter(Boolean).join(" "), ...content);
