@@ -139,7 +139,7 @@ def test_what_does_not_go_together_is_refused(saved, tmp_path, form, options, sa
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("form", set(FORMS) - {"hf"})
+@pytest.mark.parametrize("form", [each for each in FORMS if each != "hf"])
 def test_what_exists_is_kept_and_so_is_it_when_an_export_fails(saved, tmp_path, form):
     model, _, folder = saved
     target = tmp_path / "target"
