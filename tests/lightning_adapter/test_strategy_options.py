@@ -230,7 +230,8 @@ def test_what_float8_precision_cannot_mean_is_refused():
             Float8Precision(**wrong)
     with pytest.raises(ConfigError, match="no precision plugin but Float8Precision"):
         make_trainer("hyperpod", plugins=[type("Own", (Float8Precision,), {})()])
-    trainer = pl.Trainer(accelerator="cpu", devices=1, plugins=[Float8Precision()], logger=False, max_epochs=1)
+    options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, plugins=[Float8Precision()], **options)
     with pytest.raises(ConfigError, match="works with strategy='hyperpod' only"):
         trainer.fit(Trained(), torch.ones(4, 1, 2))
 

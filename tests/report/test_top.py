@@ -142,7 +142,7 @@ def terminal(job):
 
 @pytest.mark.spawns
 def test_one_view_as_text_and_json_and_for_a_pipe(job):
-    view = job.await_(lambda: (found := job.status()) and found["step"] and found)
+    view = job.await_(lambda: (found := job.status()) and found["step"] and found["steps_per_s"] and found)
     assert (view["state"], view["num_ranks"], view["generation"]) == ("running", 2, 0)
     assert [(each["rank"], each["state"]) for each in view["ranks"]] == [(0, "running"), (1, "running")]
     assert all(each["host"] and each["pid"] and each["activity"] for each in view["ranks"])
