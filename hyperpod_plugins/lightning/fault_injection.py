@@ -8,8 +8,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from hyperpod_plugins.errors import ConfigError, format_list
-from hyperpod_plugins.fault_injection.faults import PHASES, Fault, Injector, parse_faults
+from hyperpod_plugins.fault_injection.faults import Fault, Injector, parse_faults
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer
 from hyperpod_plugins.recovery.rehearsal_jobs import ScheduledFaults
 
@@ -25,16 +24,11 @@ class FaultInjection(Callback):
         faults: as text, such as `"kill:rank=3,step=7,phase=backward; hang:rank=0,step=9"`, or as data.
 
     Raises:
-        ConfigError: the text cannot be parsed, or names a phase that a Trainer does not have.
+        ConfigError: the text cannot be parsed.
     """
 
     def __init__(self, faults: str | Sequence[Fault]) -> None:
         self._faults = parse_faults(faults) if isinstance(faults, str) else tuple(faults)
-        if unknown := {each.phase for each in self._faults} - {*PHASES}:
-            raise ConfigError(
-                f"a Trainer has no phase {format_list(sorted(unknown))}, so faults in it would never happen. Its "
-                f"phases are {', '.join(PHASES)}."
-            )
         self._injector: Injector | ScheduledFaults | None = None
         self._forward: RemovableHandle | None = None
 

@@ -12,7 +12,7 @@ from lightning.pytorch import callbacks
 
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, UnknownKeyError
-from hyperpod_plugins.lightning import FaultInjection, Float8Precision, HyperPodStrategy
+from hyperpod_plugins.lightning import Float8Precision, HyperPodStrategy
 from hyperpod_plugins.lightning.module_checks import (
     ends_steps,
     refuse_copying_callbacks,
@@ -344,11 +344,6 @@ def test_a_callback_that_trains_inside_the_fit_is_refused():
     refuse_nested_fits(make_trainer("hyperpod"))
     with pytest.raises(ConfigError, match=r"LearningRateFinder trains, .*CheckpointlessRecovery\(enabled=False\)"):
         refuse_nested_fits(make_trainer("hyperpod", callbacks=[callbacks.LearningRateFinder()]))
-
-
-def test_a_fault_in_a_phase_that_a_trainer_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="no phase commit, optimizer, so faults in it would never happen"):
-        FaultInjection("kill:rank=0,step=1,phase=optimizer; kill:rank=0,step=1; stop:rank=0,step=2,phase=commit")
 
 
 def test_validation_after_a_time_is_refused():
