@@ -31,9 +31,10 @@
 A message says what was given, what is allowed, and what to do next, in one paragraph.
 """
 
+import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Real
 
 
@@ -42,6 +43,17 @@ def format_list(names: Iterable[str], at_most: int = 5) -> str:
     listed = list(names)
     more = len(listed) - at_most
     return ", ".join(listed[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest_name(key: str, names: Collection[str]) -> str:
+    """Return the name that is most like a key, also with its words in another order; empty if none is."""
+
+    def likeness(name: str) -> float:
+        given = (key, name), ("_".join(sorted(key.split("_"))), "_".join(sorted(name.split("_"))))
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in given)
+
+    nearest = max(sorted(names), key=likeness)
+    return nearest if likeness(nearest) > 0.6 else ""
 
 
 def name_pattern(name: str) -> str:

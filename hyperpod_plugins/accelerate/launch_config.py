@@ -6,12 +6,11 @@ would have exported. Recipes of float8, from handlers or these variables, become
 what has no counterpart is refused by name. This file is pure, and imports neither Accelerate nor torchao.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from hyperpod_plugins.errors import ConfigError, NotBuiltYetError
+from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, nearest_name
 
 Fp8 = Literal["off", "torchao", "te"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
@@ -143,8 +142,8 @@ def _variable_of(key: str, section: str, prefix: str) -> str:
     name = upper if upper.startswith(prefix) else prefix + upper
     name = _OWN_NAMES.get(name, name)
     if name not in _KEYS[section]:
-        near = difflib.get_close_matches(name, _KEYS[section], 1)
-        hint = f" Did you mean {near[0].lower()!r}?" if near else ""
+        near = nearest_name(name, _KEYS[section])
+        hint = f" Did you mean {near.lower()!r}?" if near else ""
         known = ", ".join(sorted(each.lower() for each in _KEYS[section]))
         raise ConfigError(f"{section} has the key {key!r}, which is unknown.{hint} Known keys: {known}.")
     return name

@@ -6,17 +6,16 @@ unchanged. Not every combination is supported yet: others raise `NotBuiltYetErro
 """
 
 import dataclasses
-import difflib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError
+from hyperpod_plugins.errors import ConfigError, DegreeError, NotBuiltYetError, UnknownKeyError, nearest_name
 from hyperpod_plugins.memory.recompute import RECOMPUTE, Recompute
 from hyperpod_plugins.parallel.topology import Topology, nearest_degrees
 from hyperpod_plugins.precision.float8 import Float8Recipe, check_float8
@@ -358,7 +357,7 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     for key, value in _without_recipe_keys(values).items():
         name = ALIASES.get(key, key)
         if name not in known:
-            near = _nearest(str(key), known | set(ALIASES))
+            near = nearest_name(str(key), known | set(ALIASES))
             hint = f" Did you mean {near!r}?" if near else ""
             raise UnknownKeyError(f"unknown configuration key {key!r}.{hint} Known keys: {', '.join(sorted(known))}.")
         if name in result and result[name] != value:
@@ -372,17 +371,6 @@ def _canonical(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
             case _:
                 result[name] = value
     return result
-
-
-def _nearest(key: str, names: Collection[str]) -> str:
-    """The name that is most alike, also with its words in another order; empty if none is."""
-
-    def likeness(name: str) -> float:
-        given = (key, name), ("_".join(sorted(key.split("_"))), "_".join(sorted(name.split("_"))))
-        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in given)
-
-    nearest = max(sorted(names), key=likeness)
-    return nearest if likeness(nearest) > 0.6 else ""
 
 
 def _without_recipe_keys(values: Mapping[str, Any]) -> dict[str, Any]:

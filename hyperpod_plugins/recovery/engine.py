@@ -195,9 +195,10 @@ class RecoveryEngine:
         if loop.rank_local_states is not None:
             loop.rank_local_states.is_exact = self.options.rank_local_state == "exact"
         job = RehearsedCall.create(member.rank, self._entry, training_index=self._training_index)
+        restarts_node = bool(member.job.agent_pid)
         if member.rank == 0 and not member.is_joining:
             outlives = snapshot_folder() is not None
-            log_once(self.options.cost_of_loss(topology, restarts_node=bool(member.job.agent_pid), outlives=outlives))
+            log_once(self.options.cost_of_loss(topology, restarts_node=restarts_node, outlives=outlives))
         if self.snapshots is None and snapshot_group is not None:
             memory = shared_memory(
                 member.job,
@@ -207,7 +208,7 @@ class RecoveryEngine:
                 num_ended=len(ended_entries(member.job_store)),
                 is_joining=member.is_joining,
             )
-            policy = self.options.snapshots(topology, restarts_node=bool(member.job.agent_pid))
+            policy = self.options.snapshots(topology, restarts_node=restarts_node)
             if job is not None:
                 policy = job.snapshots(policy)
             self.snapshots = Snapshots(policy, state, topology, snapshot_group, memory)

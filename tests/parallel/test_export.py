@@ -49,6 +49,7 @@ def saved(tmp_path):
         optimizer.zero_grad()
     writer = CheckpointWriter()
     extra = {"epoch": 1, "global_step": 2, "lr_schedulers": [], "hyper_parameters": {"width": 4}}
+    extra["pytorch-lightning_version"] = "2.6.0"
     writer.save(tmp_path / "last.ckpt", model=model, optimizers=[optimizer], extra=extra)
     writer.close()
     return model, optimizer, tmp_path / "last.ckpt"
@@ -154,6 +155,34 @@ def test_what_exists_is_kept_and_so_is_it_when_an_export_fails(saved, tmp_path, 
         export_checkpoint(folder, target, form, overwrite=True)
     assert target.read_text() == "precious"
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
+
+
+def test_weights_that_are_tied_to_others_outside_of_a_part_are_there(saved, tmp_path):
+    model, _, folder = saved
+    export_checkpoint(folder, tmp_path / "head.pt", "consolidated", prefix="head.")
+    found = torch.load(tmp_path / "head.pt", weights_only=True)["model"]
+    assert_equal(found, {"weight": model.embedding.weight})  # and not the state of other modules
+
+
+def test_what_no_trainer_wrote_is_no_lightning_checkpoint(saved, tmp_path):
+    writer = CheckpointWriter()
+    writer.save(tmp_path / "loop", model=saved[0])
+    writer.close()
+    with pytest.raises(CheckpointMismatch, match="was not written by a Trainer"):
+        export_checkpoint(tmp_path / "loop", tmp_path / "one.ckpt", "lightning")
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(saved, tmp_path):
+    folder = saved[2]
+    for _ in range(2):
+        export_checkpoint(folder, tmp_path / "dcp", "dcp", overwrite=True)
+    for target, words in ((folder, "is or holds the checkpoint"), (tmp_path, "is or holds the checkpoint")):
+        with pytest.raises(ConfigError, match=words):
+            export_checkpoint(folder, target, "dcp", overwrite=True)
+    (tmp_path / "home" / "work").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has folders in it"):
+        export_checkpoint(folder, tmp_path / "home", "safetensors", overwrite=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp", "home", "last.ckpt"]
 
 
 def test_the_command_names_its_file_after_the_checkpoint(saved, tmp_path, capsys):

@@ -9,23 +9,23 @@ Hugging Face, read and written one file at a time; `hf` adds a configuration. Ea
 gets its name.
 """
 
-import importlib.util
 import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch, ConfigError, MissingExtraError, format_list
+from hyperpod_plugins.checkpoint_names import previous_path
+from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, ConfigError, format_list
 from hyperpod_plugins.parallel.checkpoint.dcp_storage import SafeReader, tensor_entries
 from hyperpod_plugins.parallel.checkpoint.files import find, incomplete_path, read_document
-from hyperpod_plugins.parallel.checkpoint.safetensors import plan_files, write_index
+from hyperpod_plugins.parallel.checkpoint.safetensors import check_installed, name_of_file, plan_files, write_index
 from hyperpod_plugins.parallel.checkpoint.save_load import MODEL, optimizer_prefix, read_tensors, with_prefix
 from hyperpod_plugins.parallel.checkpoint.state import CURRENT, NUM_AVERAGED
 
@@ -34,7 +34,7 @@ FORMS: tuple[ExportForm, ...] = get_args(ExportForm)
 Progress = Callable[[int, int], None]
 """Called with the bytes that were read so far and in all."""
 _MAX_FILE_BYTES, _BATCH_BYTES = 4 * 2**30, 2**28
-_CONFIG = "config.json"
+_CONFIG, _VERSION = "config.json", "pytorch-lightning_version"
 
 
 def export_checkpoint(
@@ -65,14 +65,16 @@ def export_checkpoint(
 
     Raises:
         CheckpointDamaged: `path` is no complete checkpoint, or a checksum differs.
-        CheckpointMismatch: No tensor has the prefix.
+        CheckpointMismatch: No tensor has the prefix, or `lightning` is asked for and no Trainer wrote the checkpoint.
         CheckpointError: What was written is not what was read.
-        ConfigError: The form is unknown, the target exists, or options do not go together.
+        ConfigError: The form is unknown, the target exists and is not to be replaced, or is a folder in which an export
+            would not be alone, or options do not go together.
         MissingExtraError: `safetensors` is not installed.
     """
-    destination = Path(target)
-    _check(destination, form, config, prefix, overwrite=overwrite)
-    source = _Source(find(Path(path)), prefix, weights_only=weights_only, progress=progress)
+    destination, folder = Path(target), find(Path(path))
+    _check(form, config, prefix)
+    _check_target(destination, folder, overwrite=overwrite)
+    source = _Source(folder, prefix, weights_only=weights_only, progress=progress)
     part = incomplete_path(destination)
     _remove(part)
     try:
@@ -85,8 +87,7 @@ def export_checkpoint(
             part.mkdir(parents=True)
             _write_safetensors(source, part)
             _copy_config(config, part)
-        _remove(destination)
-        part.rename(destination)
+        _replace(destination, part)
     finally:
         _remove(part)
 
@@ -100,12 +101,19 @@ class _Source:
         self._reader = SafeReader(folder)
         self._saved = tensor_entries(self._reader, folder)
         self._prefix, self._progress = prefix, progress
-        named = [name for name in with_prefix(self._saved, MODEL) if name.startswith(prefix)]
-        self.names = {name.removeprefix(prefix): f"{MODEL}{name}" for name in named}
+        self._tied = _names_in(self._document.get("tied", {}), folder)
+        first = [name for name in with_prefix(self._saved, MODEL) if name.startswith(prefix)]
+        named = {name: name for name in first} | {
+            name: other
+            for name, other in self._tied.items()
+            if name.startswith(prefix) and not other.startswith(prefix)  # tied to what lies elsewhere
+        }
+        self.names = {name.removeprefix(prefix): f"{MODEL}{saved}" for name, saved in named.items()}
         """Names of the model's tensors, and under which they are saved."""
         if not named:
             some = format_list(with_prefix(self._saved, MODEL))
             raise CheckpointMismatch(f"no tensor of the model in {folder} begins with {prefix!r}; there are {some}.")
+        self._folder = folder
         self._read_bytes, self._total_bytes = 0, 0
 
     def num_bytes(self, name: str) -> int:
@@ -137,76 +145,92 @@ class _Source:
         return self._with_ties(self.tensors(self.names))
 
     def _with_ties(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tied = {
-            name.removeprefix(self._prefix): first.removeprefix(self._prefix)
-            for name, first in self._document.get("tied", {}).items()
-            if name.startswith(self._prefix)
+        tied = {name.removeprefix(self._prefix): first.removeprefix(self._prefix) for name, first in self._tied.items()}
+        return tensors | {
+            name: tensors[first] for name, first in tied.items() if first in tensors and name not in tensors
         }
-        return tensors | {name: tensors[first] for name, first in tied.items() if first in tensors}
+
+    @property
+    def _module_states(self) -> dict[str, Any]:
+        """The results of the modules' `get_extra_state`, by name."""
+        return with_prefix(self._document["module_states"], self._prefix)
+
+    @property
+    def _of_optimizers(self) -> list[dict[str, str]]:
+        """For each optimizer, names of its tensors, and under which they are saved."""
+        prefixes = map(optimizer_prefix, range(len(self._document["optimizers"])))
+        return [{name: f"{each}{name}" for name in with_prefix(self._saved, each)} for each in prefixes]
 
     def consolidated(self) -> dict[str, Any]:
         """Everything under names."""
-        optimizers = [with_prefix(self._saved, optimizer_prefix(index)) for index in self._optimizers]
-        named = [
-            {name: f"{optimizer_prefix(index)}{name}" for name in each}
-            for index, each in zip(self._optimizers, optimizers, strict=True)
-        ]
-        self.expect(self.names, *named)
+        self.expect(self.names, *self._of_optimizers)
         return {
-            "model": self._with_ties(self.tensors(self.names)) | self._document["module_states"],
+            "model": self._with_ties(self.tensors(self.names)) | self._module_states,
             "optimizers": [
                 {"state": self.tensors(names), **described}
-                for names, described in zip(named, self._document["optimizers"], strict=True)
+                for names, described in zip(self._of_optimizers, self._document["optimizers"], strict=True)
             ],
             "extra": self._document["extra"],
         }
 
     def lightning(self) -> dict[str, Any]:
-        """What Lightning saves with one device."""
+        """What Lightning saves with one device.
+
+        Raises:
+            CheckpointMismatch: The checkpoint lacks what a Trainer saves.
+        """
+        if _VERSION not in self._document["extra"]:
+            raise CheckpointMismatch(
+                f"{self._folder} was not written by a Trainer: it lacks what Lightning saves beside tensors, such as "
+                f"{_VERSION}. Export it as consolidated, dcp or safetensors."
+            )
         averaged = {name: f"{CURRENT}{name}" for name in with_prefix(self._saved, CURRENT)}
         counts = {"n_averaged": NUM_AVERAGED} if NUM_AVERAGED in self._saved else {}
-        described = self._document["optimizers"]
-        of_optimizers = [
-            {name: f"{optimizer_prefix(index)}{name}" for name in with_prefix(self._saved, optimizer_prefix(index))}
-            for index in self._optimizers
-        ]
-        self.expect(self.names, averaged, counts, *of_optimizers)
-        state = self._with_ties(self.tensors(self.names)) | self._document["module_states"]
+        self.expect(self.names, averaged, counts, *self._of_optimizers)
+        state = self._with_ties(self.tensors(self.names)) | self._module_states
         found = {**self._document["extra"], "state_dict": state}
-        if described:
+        if described := self._document["optimizers"]:
             found["optimizer_states"] = [
-                _numbered(self.tensors(names), each) for names, each in zip(of_optimizers, described, strict=True)
+                _numbered(self.tensors(names), each, self._folder)
+                for names, each in zip(self._of_optimizers, described, strict=True)
             ]
         if counts:
-            found["current_model_state"] = self._with_ties(self.tensors(averaged)) | self._document["module_states"]
+            found["current_model_state"] = self._with_ties(self.tensors(averaged)) | self._module_states
             found["averaging_state"] = self.tensors(counts)
         return found
 
-    @property
-    def _optimizers(self) -> range:
-        return range(len(self._document["optimizers"]))
+
+def _names_in(found: object, folder: Path) -> dict[str, str]:
+    """Check that names of tied weights are names: the file may come from others."""
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"the tied weights in {folder} are not listed by name.")
+    return {str(name): str(first) for name, first in cast("dict[object, object]", found).items()}
 
 
-def _numbered(tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict`, which numbers the parameters in the order of its groups."""
+def _numbered(tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """An optimizer's `state_dict`, which numbers the parameters in the order of its groups.
+
+    Raises:
+        CheckpointDamaged: There is state of a parameter that is in no group.
+    """
     groups: Sequence[Mapping[str, Any]] = described["param_groups"]
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-    state: dict[int, dict[str, Any]] = {}
+    named: dict[str, dict[str, Any]] = {name: dict(values) for name, values in described["values"].items() if values}
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition(".")
-        state.setdefault(numbers[name], {})[key] = tensor
-    for name, values in described["values"].items():
-        if values:
-            state.setdefault(numbers[name], {}).update(values)
+        named.setdefault(name, {})[key] = tensor
+    if unknown := named.keys() - numbers.keys():
+        raise CheckpointDamaged(
+            f"{folder} has optimizer state of {format_list(sorted(unknown))}, which no group names."
+        )
+    state = {numbers[name]: values for name, values in named.items()}
     numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     return {"state": dict(sorted(state.items())), "param_groups": numbered}
 
 
-def _check(destination: Path, form: str, config: str | PathLike[str] | None, prefix: str, *, overwrite: bool) -> None:
+def _check(form: str, config: str | PathLike[str] | None, prefix: str) -> None:
     if form not in FORMS:
         raise ConfigError(f"{form!r} is no form of a checkpoint; the forms are {', '.join(FORMS)}.")
-    if destination.exists() and not overwrite:
-        raise ConfigError(f"{destination} exists. Choose another name, or allow it to be replaced (--overwrite).")
     if form == "hf" and (config is None or not (Path(config) / _CONFIG).is_file()):
         raise ConfigError(
             f"the form hf needs a folder with the model's {_CONFIG} (--config), but got {config}. A folder that "
@@ -216,8 +240,35 @@ def _check(destination: Path, form: str, config: str | PathLike[str] | None, pre
         raise ConfigError(f"only the form hf takes a configuration, but the form is {form}.")
     if prefix and form == "lightning":
         raise ConfigError(f"a Lightning checkpoint has the names of the LightningModule: leave {prefix!r} out.")
-    if form in ("safetensors", "hf") and importlib.util.find_spec("safetensors") is None:
-        raise MissingExtraError("safetensors", "lightning", "exporting a model")
+    if config is not None:
+        try:
+            json.loads((Path(config) / _CONFIG).read_text())
+        except ValueError as error:
+            raise ConfigError(f"{Path(config) / _CONFIG} is no JSON: {error}.") from None
+    if form in ("safetensors", "hf"):
+        check_installed()
+
+
+def _check_target(destination: Path, source: Path, *, overwrite: bool) -> None:
+    """Refuse what an export would delete beside an earlier export."""
+    if not destination.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"{destination} exists. Choose another name, or allow it to be replaced (--overwrite).")
+    is_checkpoint = source.resolve().is_relative_to(destination.resolve())
+    if is_checkpoint or (destination.is_dir() and any(each.is_dir() for each in destination.iterdir())):
+        what = "is or holds the checkpoint itself" if is_checkpoint else "has folders in it, which no export makes"
+        raise ConfigError(f"{destination} {what}, and would be replaced as a whole. Choose another name.")
+
+
+def _replace(destination: Path, part: Path) -> None:
+    """Give what was written its name; an earlier export of that name is removed only then."""
+    old = previous_path(destination)
+    if destination.exists():
+        _remove(old)
+        destination.rename(old)
+    part.rename(destination)
+    _remove(old)
 
 
 def _remove(path: Path) -> None:
@@ -251,7 +302,7 @@ def _write_safetensors(source: _Source, part: Path) -> None:
     source.expect(source.names)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
-        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        file_name = name_of_file(number, len(files))
         tensors = source.tensors({name: source.names[name] for name in names})
         save_file(tensors, part / file_name, metadata={"format": "pt"})
         _compare(tensors, load_file(part / file_name), part / file_name)
@@ -264,7 +315,6 @@ def _copy_config(config: str | PathLike[str] | None, part: Path) -> None:
     """Copy the files of a model's folder that are not weights: configuration, tokenizer, templates."""
     if config is None:
         return
-    json.loads((Path(config) / _CONFIG).read_text())
     for file in Path(config).iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and ".index." not in file.name:
             shutil.copyfile(file, part / file.name)

@@ -52,6 +52,21 @@ def plan_files(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> list[list
     return files
 
 
+def name_of_file(number: int, num_files: int) -> str:
+    """Return the name of a model's file, counted from 1, as transformers names them."""
+    return f"model-{number:05d}-of-{num_files:05d}.safetensors" if num_files > 1 else _WHOLE
+
+
+def check_installed() -> None:
+    """Check that the library is there.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingExtraError("safetensors", "lightning", "exporting a model")
+
+
 def export_safetensors(
     model: nn.Module,
     folder: str | PathLike[str],
@@ -78,8 +93,7 @@ def export_safetensors(
         MissingExtraError: safetensors is not installed.
         CheckpointError: global rank 0 could not write; raised on all ranks.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise MissingExtraError("safetensors", "lightning", "exporting a model")
+    check_installed()
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -96,7 +110,7 @@ def export_safetensors(
                 _make_empty(part)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(files, start=1):
-            file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _WHOLE
+            file_name = name_of_file(number, len(files))
             weight_map |= dict.fromkeys(names, file_name)
             gathered: dict[str, torch.Tensor] = {}
             for name in names:
