@@ -74,7 +74,7 @@ def kill_ranks(
             continue
         with suppress(ProcessLookupError):
             os.kill(draw.choice(present), signal.SIGKILL)
-        kills -= 1
+            kills -= 1
         due_s = time.monotonic() + draw.expovariate(1 / every_s)
 
 
