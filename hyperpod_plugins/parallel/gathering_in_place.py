@@ -2,8 +2,8 @@
 
 With one rank a shard, the shard is the whole parameter. FSDP2 (torch 2.13) still copies it into other memory in each
 gather, in forward and in backward, which made a step of a small model 2 to 4 % longer (docs/benchmarks.md). Here the
-gathered parameter is a view of the shard, as in DDP: nothing is copied, and nothing is allocated. That is not possible where the gathered parameter has
-another type or device than the shard, as with mixed precision.
+gathered parameter is a view of the shard, as in DDP: nothing is copied, and nothing is allocated. That is not possible
+where the gathered parameter has another type or device than the shard, as with mixed precision.
 
 [Note: a version counter of its own] The view does not count the writes to the shard, nor the shard those to the view.
 So what the optimizer and a restore write is no write of the program to a gathered parameter; see
