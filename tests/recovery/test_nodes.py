@@ -5,10 +5,14 @@ import os
 import signal
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from recovery.faults import HYPERPODRUN, PRELOAD, TORCHRUN, Job, left_processes, start
+
+from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore
 
 PATIENCE_S = 100.0
 
@@ -29,7 +33,9 @@ class Nodes:
         self.agents = []
         self.outputs = []
         self.start("first")
-        self.await_(self.is_served)
+        self.await_(
+            self.has_arrived
+        )  # otherwise, the second may be quicker, and the first would have the ranks 2 and 3
         self.start("second")
 
     def start(self, name):
@@ -47,9 +53,11 @@ class Nodes:
         self.agents.append(agent)
         return agent
 
-    def is_served(self):
-        with contextlib.suppress(OSError), socket.create_connection(("localhost", self.port), timeout=1):
-            return True
+    def has_arrived(self):
+        """Whether a node serves the store and is the first in line for a slot."""
+        with contextlib.suppress(dist.DistError):
+            store = dist.TCPStore("localhost", self.port, timeout=timedelta(seconds=1), wait_for_workers=False)
+            return bool(RendezvousStore(store).candidates(0))
         return False
 
     def await_(self, condition):
