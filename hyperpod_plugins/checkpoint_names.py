@@ -8,10 +8,18 @@ no other.
 """
 
 import os
+from os import PathLike
 from pathlib import Path
 
 JOB = "job.json"
 """File of a checkpoint that names its job: `{"run_id": ...}`."""
+URL_SCHEME = "hyperpod"
+"""Of URLs of checkpoints, `hyperpod://FOLDER`; see `parallel/checkpoint/filesystem.py`."""
+
+
+def checkpoint_path(path_or_url: str | PathLike[str]) -> Path:
+    """Return the folder of a checkpoint that is given by its path or its URL."""
+    return Path(os.fspath(path_or_url).removeprefix(f"{URL_SCHEME}://"))
 
 
 def previous_path(path: Path) -> Path:

@@ -541,7 +541,7 @@ def reproducible_session(page):
     assert page["session"].world_size == 2
 
 
-CHECKPOINTS = ("background_checkpoints=True", "export_safetensors", "CheckpointWriter()")
+CHECKPOINTS = ("background_checkpoints=True", "hyperpod://", "export_safetensors", "CheckpointWriter()")
 
 
 @fragments("docs/guides/checkpoints.md", *CHECKPOINTS)
@@ -558,7 +558,7 @@ def checkpoints(page):
     trainer = L.Trainer(devices=1, strategy="hyperpod", **QUIET)
     trainer.fit(language_module(), datamodule=tokens)
     trainer.save_checkpoint("checkpoints/last.ckpt")
-    trained, exported, written = CHECKPOINTS
+    trained, opened, exported, written = CHECKPOINTS
     module = language_module()
     names = {"L": L, "HyperPodStrategy": HyperPodStrategy, "ModelCheckpoint": ModelCheckpoint}
     page.run(trained, **names, module=module, data=tokens)
@@ -567,6 +567,8 @@ def checkpoints(page):
     (optimizer,) = page["trainer"].optimizers
     page.run(written, model=module.model, optimizer=optimizer)
     assert page["extra"]["step"] == 100
+    page.run(opened, Module=type(module), loader=loader_of_tokens(8, 2))
+    assert page["trainer"].global_step > 4
 
 
 @pytest.mark.spawns

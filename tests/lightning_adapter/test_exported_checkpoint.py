@@ -60,6 +60,11 @@ def save_sharded(folder, num_steps, is_averaged):
     strategy = HyperPodStrategy(hybrid_shard_degree=2, block_classes=("Linear",))
     trainer, _ = fit(folder, num_steps, strategy=strategy, is_averaged=is_averaged)
     trainer.save_checkpoint(folder / "sharded.ckpt")
+    again = HyperPodStrategy(hybrid_shard_degree=1)
+    resumed, _ = fit(
+        folder, num_steps + 1, strategy=again, resume=f"hyperpod://{folder / 'sharded.ckpt'}", is_averaged=is_averaged
+    )
+    assert resumed.global_step == num_steps + 1
 
 
 @pytest.mark.spawns
@@ -67,16 +72,20 @@ def save_sharded(folder, num_steps, is_averaged):
 def test_another_strategy_continues_where_this_one_has_saved(tmp_path, is_averaged):
     run_ranks(save_sharded, tmp_path, EPOCH, is_averaged, world_size=2, timeout_s=120.0)
     export_checkpoint(tmp_path / "sharded.ckpt", tmp_path / "one.ckpt", "lightning")
-    loaded = Module.load_from_checkpoint(tmp_path / "one.ckpt", width=8)
+    url = f"hyperpod://{tmp_path / 'sharded.ckpt'}"
+    loaded = Module.load_from_checkpoint(url)
+    exported = Module.load_from_checkpoint(tmp_path / "one.ckpt").state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in loaded.state_dict().items())
     whole, known = fit(tmp_path, EPOCH, is_averaged=is_averaged)
     whole.save_checkpoint(tmp_path / "plain.ckpt")
     wanted = Module.load_from_checkpoint(tmp_path / "plain.ckpt")
     assert loaded.hparams == wanted.hparams == known.hparams
     for name, value in wanted.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-5, atol=1e-7)
-    trainer, resumed = fit(tmp_path, EPOCH + 3, resume=tmp_path / "one.ckpt", is_averaged=is_averaged)
     reference, continued = fit(tmp_path, EPOCH + 3, resume=tmp_path / "plain.ckpt", is_averaged=is_averaged)
-    assert trainer.global_step == reference.global_step == EPOCH + 3
-    assert trainer.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
-    for name, value in continued.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+    for opened in (tmp_path / "one.ckpt", url):
+        trainer, resumed = fit(tmp_path, EPOCH + 3, resume=opened, is_averaged=is_averaged)
+        assert trainer.global_step == reference.global_step == EPOCH + 3
+        assert trainer.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
+        for name, value in continued.state_dict().items():
+            torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-7)

@@ -1,7 +1,9 @@
 """A sharded checkpoint in other forms, by one process without the program: `hyperpod export`."""
 
 import json
+import tempfile
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -203,3 +205,34 @@ def test_progress_ends_with_all_bytes(saved, tmp_path):
     )
     assert told[-1][0] == told[-1][1] > 0
     assert sorted(told) == told
+
+
+def test_a_url_is_opened_as_the_file_for_lightning(saved, tmp_path, monkeypatch):
+    """By fsspec, as Lightning does. A relative path begins after two slashes, an absolute one with the third."""
+    model, _, folder = saved
+    export_checkpoint(folder, tmp_path / "one.ckpt", "lightning")
+    wanted = torch.load(tmp_path / "one.ckpt")
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(room))
+    monkeypatch.chdir(tmp_path)
+    for url in (f"hyperpod://{folder}", f"hyperpod://{folder.name}"):
+        files, path = fsspec.core.url_to_fs(url)
+        assert files.exists(path)
+        assert files.isfile(path)
+        with fsspec.open(url) as file:
+            found = torch.load(file)
+        assert_equal(found["state_dict"], model.state_dict())
+        assert found.keys() == wanted.keys()
+        assert found["optimizer_states"][0]["param_groups"] == wanted["optimizer_states"][0]["param_groups"]
+    assert not [*room.iterdir()]
+
+
+def test_a_url_without_a_complete_checkpoint_is_no_file_and_none_is_written(saved, tmp_path):
+    files, path = fsspec.core.url_to_fs(f"hyperpod://{tmp_path / 'nothing'}")
+    assert not files.exists(path)
+    with pytest.raises(CheckpointDamaged, match="nothing"):
+        files.open(path)
+    with pytest.raises(ConfigError, match="for reading"):
+        files.open(str(saved[2]), "wb")
+    assert saved[2].is_dir()
