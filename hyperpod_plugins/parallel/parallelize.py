@@ -31,6 +31,7 @@ from hyperpod_plugins.memory.offload import ActivationOffload
 from hyperpod_plugins.memory.recompute import offloads_itself, recompute_blocks, recomputes_itself
 from hyperpod_plugins.memory.tiled_mlp import describe_tiles, tile_mlps
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program, release_shards
+from hyperpod_plugins.parallel.checkpoint.safetensors import explain_save_pretrained
 from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.context_parallel import context_degree_of, split_contexts
 from hyperpod_plugins.parallel.expert_bias import biases_in_float32
@@ -121,6 +122,7 @@ def parallelize(
     succeed_parameters(model)
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
+    explain_save_pretrained(model)
     return model
 
 

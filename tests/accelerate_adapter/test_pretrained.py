@@ -34,6 +34,69 @@ def with_plugin(folder):
     return train(HyperPodPlugin(hybrid_shard_degree=2, delayed_init=True).accelerator(), folder)
 
 
+def save(folder):
+    """The ends of scripts: without gathered weights, and by the lines that the error names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel import export_safetensors
+
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator = HyperPodPlugin(hybrid_shard_degree=2).accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    for part in (accelerator.unwrap_model(model), model.model):
+        with pytest.raises(ConfigError, match=r"get_state_dict\(model\).*export_safetensors"):
+            part.save_pretrained(folder / "refused", is_main_process=accelerator.is_main_process)
+    assert not (folder / "refused").exists()
+    state = accelerator.get_state_dict(model)
+    model.save_pretrained(folder / "gathered", is_main_process=accelerator.is_main_process, state_dict=state)
+    export_safetensors(model, folder / "exported")
+    accelerator.wait_for_everyone()
+    for saved in ("gathered", "exported"):
+        found = LlamaForCausalLM.from_pretrained(folder / saved).state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def save_adapters(folder):
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hyperpod_plugins.accelerate import HyperPodPlugin
+    from hyperpod_plugins.errors import ConfigError
+
+    def make():
+        torch.manual_seed(1)
+        return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), adapters)
+    wanted = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    accelerator = HyperPodPlugin(hybrid_shard_degree=2).accelerator()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ConfigError, match=r"get_state_dict\(model\)"):
+        model.save_pretrained(folder / "refused")
+    state = accelerator.get_state_dict(model)
+    model.save_pretrained(folder / "adapters", is_main_process=accelerator.is_main_process, state_dict=state)
+    accelerator.wait_for_everyone()
+    found = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(make(), folder / "adapters"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.spawns
+def test_so_do_adapters(tmp_path):
+    run_ranks(save_adapters, tmp_path, world_size=2, timeout_s=240)
+
+
+@pytest.mark.spawns
+def test_a_sharded_model_says_how_it_is_saved_and_what_it_says_works(tmp_path):
+    run_ranks(save, tmp_path, world_size=2, timeout_s=240)
+
+
 @pytest.mark.spawns
 def test_a_script_that_loads_a_pretrained_model_trains_what_it_would_alone(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from hyperpod_plugins.errors import MissingExtraError
+from hyperpod_plugins.errors import ConfigError, MissingExtraError
 from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
 from hyperpod_plugins.parallel.hsdp import whole_tensor
@@ -28,6 +30,11 @@ _PART = ".export.part"  # subfolder that holds the files until all are complete
 class _Config(Protocol):
     architectures: list[str] | None
 
+    def save_pretrained(self, save_directory: str) -> None: ...
+
+
+@runtime_checkable
+class _SavesItself(Protocol):
     def save_pretrained(self, save_directory: str) -> None: ...
 
 
@@ -131,6 +138,36 @@ def export_safetensors(
     finally:
         if is_writer:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def explain_save_pretrained(model: nn.Module) -> None:
+    """Have `save_pretrained` of a sharded model, and of its parts, tell how to gather the weights.
+
+    Otherwise it fails in safetensors, with a message about storages, when the configuration has been written.
+    """
+    for part in model.modules():
+        if isinstance(part, _SavesItself):
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
+
+
+def _save_pretrained(model: nn.Module, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """`save_pretrained` of transformers or peft, which write tensors of this process.
+
+    Raises:
+        ConfigError: the model is sharded, and no gathered weights were passed.
+    """
+    has_weights = kwargs.get("state_dict") is not None or any(isinstance(each, Mapping) for each in args)
+    is_gathered = has_weights or kwargs.get("distributed_checkpoint", False)
+    if not is_gathered and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__}.save_pretrained: the model is sharded, so its weights must be gathered, which all "
+            "ranks do together. Call on all ranks, with Accelerate, model.save_pretrained(folder, "
+            "is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)); in any "
+            "program, hyperpod_plugins.parallel.export_safetensors(model, folder), which holds one file in memory. "
+            "Nothing was written."
+        )
+    of_class: Any = type(model)
+    return of_class.save_pretrained(model, save_directory, *args, **kwargs)
 
 
 def _make_empty(part: Path) -> None:
