@@ -11,7 +11,7 @@ checkpoints; ETTR, the effective training time ratio, is its inverse.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hyperpod_plugins.errors import ConfigError
 
@@ -32,6 +32,17 @@ def check_numbers(*, positive: dict[str, float] | None = None, at_least_zero: di
     for name, value in (at_least_zero or {}).items():
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name}={value:g} must be a finite number of at least 0.")
+
+
+def check_whole(names: Mapping[str, object], *, least: int) -> None:
+    """Check whole numbers that a user gave, by name.
+
+    Raises:
+        ConfigError: One is no `int`, or below `least`.
+    """
+    for name, value in names.items():
+        if type(value) is not int or value < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
 
 
 # -- rates and sizes --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, Topology
+from hyperpod_plugins.planning.closed_forms import check_whole
 from hyperpod_plugins.planning.state_memory import TrainingShape, plan_state
 from hyperpod_plugins.planning.tracked_step import TrackedStep, language_model_step, track_step
 from hyperpod_plugins.recovery.snapshot import COPIES
@@ -144,12 +145,14 @@ def plan_memory(
             With context parallelism it is given the length of a rank's part of the sequences.
 
     Raises:
-        ConfigError: The model is a configuration of no causal language model, the step depends on values or uses an
-            operation that fake tensors do not have, or context or expert parallelism does not serve the model.
+        ConfigError: An argument is of another type or out of range. The model is a configuration of no causal language
+            model, or one of which none can be built. The step depends on values or uses an operation
+            that fake tensors do not have, or context or expert parallelism does not serve the model.
         DegreeError: The degrees do not fit the world.
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
-    module = model if isinstance(model, nn.Module) else _built(model)
+    _check_arguments(config, training, world_size, ranks_per_node, host_memory_gib)
+    module = model if isinstance(model, nn.Module) else built_model(model)
     topology = config.topology(world_size, ranks_per_node=ranks_per_node)
     limits = _Limits(host_memory_gib=host_memory_gib, ranks_per_node=ranks_per_node or world_size)
     tracked = track_step(module, limits.config(config), topology, training, step or language_model_step)
@@ -184,7 +187,8 @@ def smallest_degrees(
         ConfigError: Nothing fits; the message has the plan with the largest degrees. See also `plan_memory`.
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
     """
-    module = model if isinstance(model, nn.Module) else _built(model)
+    _check_arguments(config, training, world_size, ranks_per_node, host_memory_gib, device_memory_gib)
+    module = model if isinstance(model, nn.Module) else built_model(model)
     limits = _Limits(
         device_memory_gib=device_memory_gib,
         host_memory_gib=host_memory_gib,
@@ -247,6 +251,16 @@ class _Limits:
         return replace(config, activation_host_memory_gib=self.host_memory_gib / self.ranks_per_node / 2)
 
 
+def exceeded_limits(
+    plan: MemoryPlan, *, device_memory_gib: float, host_memory_gib: float | None, ranks_per_node: int
+) -> list[str]:
+    """Names the limits that a plan does not keep; see `smallest_degrees`."""
+    limits = _Limits(
+        device_memory_gib=device_memory_gib, host_memory_gib=host_memory_gib, ranks_per_node=ranks_per_node
+    )
+    return limits.exceeded(plan)
+
+
 def _plan(
     model: nn.Module, config: ParallelConfig, topology: Topology, training: TrainingShape, tracked: TrackedStep
 ) -> MemoryPlan:
@@ -274,18 +288,71 @@ def _plan(
     )
 
 
-def _built(config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Sizes of a configuration of transformers that are whole numbers from 1 on, where a model has them."""
+_NEEDED = ("hidden_size", "num_hidden_layers")
+_ERRORS_OF_MODELS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError)
+"""What the code of a model raises that was given sizes with which it cannot be built."""
 
+
+def built_model(config: Any) -> nn.Module:
+    """Build the model of a configuration of transformers on the meta device.
+
+    Raises:
+        ConfigError: It is no such configuration, or no causal language model can be built of it.
+    """
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+
+    instead = (
+        "Give a configuration of which transformers' AutoModelForCausalLM builds a model, or any nn.Module; step=... "
+        "computes its loss, if that is not model(input_ids=..., labels=...).loss."
+    )
+    if not isinstance(config, PretrainedConfig):
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"{config!r:.80}"
+        raise ConfigError(
+            f"a model of {type(config).__name__} cannot be planned: {what} is neither a configuration of "
+            f"transformers nor an nn.Module. {instead}"
+        )
+    name, text = type(config).__name__, config.get_text_config()
+    for size in _SIZES:
+        value = getattr(text, size, None)
+        is_absent = value is None and size not in _NEEDED
+        if not (is_absent or isinstance(value, list | tuple) or (type(value) is int and value > 0)):
+            raise ConfigError(
+                f"a model of {name} cannot be planned: its {size} must be a whole number of at least 1, but is "
+                f"{value!r}. Correct the configuration."
+            )
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ConfigError(
-            f"a model of {type(config).__name__} cannot be planned: {str(error).partition(chr(10))[0]} Give "
-            "a configuration of which transformers' AutoModelForCausalLM builds a model, or any nn.Module; step=... "
-            "computes its loss, if that is not model(input_ids=..., labels=...).loss."
-        ) from error
+    except _ERRORS_OF_MODELS as error:
+        told = str(error).partition(chr(10))[0].rstrip(".")
+        raise ConfigError(f"a model of {name} cannot be planned: {type(error).__name__}: {told}. {instead}") from error
+
+
+def _check_arguments(
+    config: object,
+    training: object,
+    world_size: int,
+    ranks_per_node: int,
+    host_memory_gib: float | None,
+    device_memory_gib: float = math.inf,
+) -> None:
+    """Check what `plan_memory` and `smallest_degrees` are given.
+
+    Raises:
+        ConfigError: See there.
+    """
+    for name, value, kind in (("config", config, ParallelConfig), ("training", training, TrainingShape)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} must be a {kind.__name__}, but is {value!r:.80}.")
+    check_whole({"world_size": world_size}, least=1)
+    check_whole({"ranks_per_node": ranks_per_node}, least=0)
+    for name, size in (("host_memory_gib", host_memory_gib), ("device_memory_gib", device_memory_gib)):
+        is_unlimited = size is None and name == "host_memory_gib"
+        if not (is_unlimited or (isinstance(size, int | float) and size > 0)):
+            limit = ", or None for no limit" if name == "host_memory_gib" else ""
+            raise ConfigError(f"{name} must be a number of GiB above 0{limit}, but is {size!r}.")
 
 
 def _divisors(number: int, of: int) -> list[int]:

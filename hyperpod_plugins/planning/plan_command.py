@@ -7,8 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hyperpod_plugins.errors import ConfigError, MissingExtraError, UnknownKeyError, format_list
-from hyperpod_plugins.parallel import ParallelConfig
+from hyperpod_plugins.errors import ConfigError, UnknownKeyError, format_list
 from hyperpod_plugins.planning.closed_forms import DAY_S, HOUR_S, check_numbers
 from hyperpod_plugins.planning.failures import (
     NO_LEMONS,
@@ -18,8 +17,8 @@ from hyperpod_plugins.planning.failures import (
     TraceFailures,
     WeibullFailures,
 )
-from hyperpod_plugins.planning.memory_plan import GIB, TrainingShape, smallest_degrees
 from hyperpod_plugins.planning.plan import make_plan, spares_for
+from hyperpod_plugins.planning.plan_model import add_model_arguments, plan_of_model, refuse_without_model
 from hyperpod_plugins.planning.plan_page import write_plan_page
 from hyperpod_plugins.planning.published_figures import figure_lines, published_figures
 from hyperpod_plugins.planning.scenario import FIELD_RETRIES, NODE_LOSS_FRACTION, RetryChain, Scenario, StageTimes
@@ -41,7 +40,8 @@ NAMED_RETRIES = {"none": RetryChain(), "field": FIELD_RETRIES}
 """Values of `--retries`."""
 _WITHOUT_DEFAULT = (
     "preset", "nodes", "days", "steps", "replicas", "spares", "failures_per_node_day", "mtbf_hours", "trace", "model",
-    "stage_times", *_STAGE_HELP,
+    "host_memory_gib", "activation_offload", "hybrid_shard_degree", "tensor_parallel_degree", "stage_times",
+    *_STAGE_HELP,
 )  # fmt: skip
 
 
@@ -80,12 +80,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     of_retries = "whether recoveries fail and are tried again, as in a report from the field"
     rate.add_argument("--retries", choices=list(NAMED_RETRIES), default="none", help=of_retries)
     _add_stage_arguments(parser.add_argument_group("times of stages, in seconds"))
-    model = parser.add_argument_group("memory plan")
-    of_model = "folder or config.json of a transformers model, whose degrees give --replicas"
-    model.add_argument("--model", help=of_model, **hidden)
-    model.add_argument("--device-memory-gib", type=float, default=72.0, help="memory of a device that a plan may take")
-    model.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sample")
-    model.add_argument("--micro-batch-size", type=int, default=1, help="samples that a rank computes at a time")
+    add_model_arguments(parser.add_argument_group("memory plan"))
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument("--runs", type=int, default=200, help="simulated runs for each policy")
     simulation.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
@@ -249,40 +244,15 @@ def _read_json(path: str, option: str) -> dict[str, Any]:
 def _replicas(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
     """Number of replicas on whole nodes; with a model, the most that its smallest degrees allow."""
     if arguments.model is None:
+        refuse_without_model(arguments)
         return (2 - arguments.nodes % 2 if arguments.replicas is None else arguments.replicas), ()
     per_node, num_ranks = arguments.accelerators_per_node, arguments.nodes * arguments.accelerators_per_node
-    sizes = {"--sequence-length": arguments.sequence_length, "--micro-batch-size": arguments.micro_batch_size}
-    check_numbers(positive={**sizes, "--device-memory-gib": arguments.device_memory_gib})
-    plan = smallest_degrees(
-        _model_config(arguments.model),
-        ParallelConfig(precision="bf16-mixed"),
-        TrainingShape(micro_batch_size=arguments.micro_batch_size, sequence_length=arguments.sequence_length),
-        world_size=num_ranks,
-        device_memory_gib=arguments.device_memory_gib,
-        ranks_per_node=per_node,
-    )
+    plan, remark = plan_of_model(arguments, num_ranks)
     shard, tensor = plan.topology.shard_degree, plan.topology.tensor_degree
     most = num_ranks // math.lcm(shard * tensor, per_node)  # on whole nodes
-    remark = (
-        f"smallest degrees that fit {arguments.device_memory_gib:g} GiB: shard {shard}, tensor {tensor} "
-        f"({plan.num_parameters:,} parameters, {plan.device / GIB:.1f} GiB a rank)"
-    )
     if arguments.replicas is not None and arguments.replicas > most:
         raise ConfigError(
             f"--replicas {arguments.replicas} are more than fit: {remark}, so at most {most} replicas on whole nodes. "
             "Give fewer, or more nodes or memory."
         )
     return (most if arguments.replicas is None else arguments.replicas), (remark,)
-
-
-def _model_config(path: str) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise MissingExtraError("transformers", "demo", "`hyperpod plan --model`") from None
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model {path} is no folder or config.json of a transformers model: {str(error).partition(chr(10))[0]}"
-        ) from None

@@ -29,6 +29,7 @@ from hyperpod_plugins.parallel import ParallelConfig, Topology
 from hyperpod_plugins.parallel.expert_parallel import layers_of_experts
 from hyperpod_plugins.parallel.tensor_parallel import plan_for
 from hyperpod_plugins.parallel.tensor_styles import SPLITS_PARAMETERS
+from hyperpod_plugins.planning.closed_forms import check_whole
 
 _SPLIT = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output")
 OptimizerImplementation = Literal["auto", "foreach", "for_loop", "fused"]
@@ -55,7 +56,13 @@ class TrainingShape:
     """Whether ranks keep buddy snapshots: two of their own state, and two of another rank's."""
 
     def __post_init__(self) -> None:
-        """Check the name of the implementation."""
+        """Check the numbers and the name of the implementation."""
+        shape = {"micro_batch_size": self.micro_batch_size, "sequence_length": self.sequence_length}
+        check_whole(shape, least=1)
+        check_whole({"optimizer_states": self.optimizer_states}, least=0)
+        for name, value in (("keeps_gradients", self.keeps_gradients), ("has_snapshots", self.has_snapshots)):
+            if type(value) is not bool:
+                raise ConfigError(f"{name} must be True or False, but is {value!r}.")
         allowed = get_args(OptimizerImplementation)
         if self.optimizer_implementation not in allowed:
             raise ConfigError(

@@ -175,7 +175,23 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def language_model_step(model: nn.Module, training: TrainingShape) -> Tensor:
-    """Compute the loss of a causal language model of transformers."""
+    """Compute the loss of a causal language model of transformers.
+
+    Raises:
+        ConfigError: The model cannot be called as one, or returns no loss.
+    """
     shape = training.micro_batch_size, training.sequence_length
     tokens = torch.empty(shape, dtype=torch.int64)
-    return model(input_ids=tokens, labels=tokens).loss
+    instead = "Give step=..., a function of the model and the TrainingShape that computes the loss."
+    try:
+        loss = getattr(model(input_ids=tokens, labels=tokens), "loss", None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be planned as a causal language model, which is called as "
+            f"model(input_ids=..., labels=...): {error}. {instead}"
+        ) from error
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"{type(model).__name__} returns no loss when it is called as model(input_ids=..., labels=...). {instead}"
+        )
+    return loss

@@ -1,5 +1,6 @@
 """Plans of memory, against what is tracked in steps that run."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -298,3 +299,41 @@ def test_a_step_that_depends_on_values_is_not_planned_wrongly():
         Depends(), ParallelConfig(), SHAPE, world_size=1, step=lambda model, _: model.layer(torch.ones(4)).sum()
     )
     assert plan.num_trained == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number of at least 1, but is 0"),
+        ({"world_size": 2.0}, "world_size must be a whole number of at least 1, but is 2.0"),
+        ({"ranks_per_node": -1}, "ranks_per_node must be a whole number of at least 0, but is -1"),
+        ({"host_memory_gib": 0}, "host_memory_gib must be a number of GiB above 0, or None for no limit, but is 0"),
+        ({"device_memory_gib": math.nan}, "device_memory_gib must be a number of GiB above 0, but is nan"),
+        ({"device_memory_gib": "80"}, "device_memory_gib must be a number of GiB above 0, but is '80'"),
+        ({"config": {"precision": "bf16-mixed"}}, "config must be a ParallelConfig, but is {'precision'"),
+        ({"training": None}, "training must be a TrainingShape, but is None"),
+        ({"model": "models/llama"}, "'models/llama' is neither a configuration of transformers nor an nn.Module"),
+        ({"model": nn.Linear(2, 2)}, r"Linear cannot be planned as a causal language model.*Give step="),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(change, told):
+    pytest.importorskip("transformers")
+    given = {
+        "model": nn.Linear(2, 2), "config": ParallelConfig(), "world_size": 2, "device_memory_gib": 1,
+        "training": TrainingShape(micro_batch_size=1, sequence_length=8),
+    } | change  # fmt: skip
+    with pytest.raises(ConfigError, match=told):
+        smallest_degrees(given.pop("model"), given.pop("config"), given.pop("training"), **given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"micro_batch_size": 0}, {"sequence_length": 8.0}, {"sequence_length": True}, {"optimizer_states": -1},
+        {"keeps_gradients": None},
+    ],
+)  # fmt: skip
+def test_a_shape_of_other_numbers_is_refused(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} must be .* but is {value}"):
+        TrainingShape(**({"micro_batch_size": 1, "sequence_length": 8} | wrong))

@@ -1,5 +1,6 @@
 """Plans, and `hyperpod plan`: figures, tables, JSON, files, and input that is refused."""
 
+import argparse
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from hyperpod_plugins.cli import main
 from hyperpod_plugins.planning.closed_forms import DAY_S, daly_interval_s
 from hyperpod_plugins.planning.failures import WeibullFailures
 from hyperpod_plugins.planning.plan import make_plan, spares_for
+from hyperpod_plugins.planning.plan_command import add_plan_arguments
+from hyperpod_plugins.planning.plan_model import plan_of_model
 from hyperpod_plugins.planning.published_figures import published_figures
 from hyperpod_plugins.planning.scenario import RECOVERY_POLICIES, Scenario, StageTimes
 from hyperpod_plugins.planning.simulation import simulate
@@ -264,6 +267,108 @@ def test_degrees_that_fit_give_the_replicas(capsys, tmp_path):
     assert tight["scenario"]["num_replicas"] == 4, "a copy takes two nodes"
     assert main(["plan", *job, "--device-memory-gib", "0.012", "--replicas", "8"]) == 2
     assert "--replicas 8 are more than fit" in capsys.readouterr().err
+
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def cli_arguments(arguments):
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def of_model(folder, content, *options):
+    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return [
+        "--nodes", "2", "--accelerators-per-node", "2", "--mtbf-hours", "100", "--days", "1", "--runs", "2", "--json",
+        "--model", str(folder), "--sequence-length", "512", *options,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow_single
+def test_options_of_the_strategy_change_the_plan_of_a_model(capsys, tmp_path):
+    pytest.importorskip("transformers")
+
+    def needed_gib(*options):
+        sizes = {"model_type": "llama"} | SIZES | {"vocab_size": 1024}  # so that the peak is in the loss
+        arguments = cli_arguments(of_model(tmp_path, sizes, "--micro-batch-size", "4", *options))
+        return plan_of_model(arguments, 4)[0].device
+
+    plain = needed_gib()
+    for options in (
+        ["--activation-checkpointing", "full"],
+        ["--activation-offload"],
+        ["--loss-chunks", "8"],
+        ["--optimizer-offload"],
+        ["--param-offload"],
+        ["--hybrid-shard-degree", "4"],
+        ["--tensor-parallel-degree", "2"],
+        ["--precision", "bf16-true"],
+    ):
+        assert needed_gib(*options) < plain, options
+    assert needed_gib("--precision", "32-true") > plain
+    gathered = "--hybrid-shard-degree", "2", "--float8-recipe", "tensorwise"
+    assert needed_gib(*gathered, "--float8-all-gather") <= needed_gib(*gathered)
+    arguments = of_model(tmp_path, {"model_type": "llama"} | SIZES, "--tensor-parallel-degree", "2", "--loss-parallel")
+    remark = json.loads(printed(capsys, *arguments))["remarks"][0]
+    assert remark.startswith("degrees as given, which fit 72 GiB: shard 2, tensor 2 (")
+    assert main(["plan", *arguments, "--device-memory-gib", "0.001"]) == 2
+    assert "do not fit devices of 0.001 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "told"),
+    [
+        ("{", [], "is no folder or config.json of a transformers model: It looks like the config file"),
+        ({"model_type": "flowers"} | SIZES, [], "model type `flowers`"),
+        (SIZES, [], "model_type"),
+        ({"model_type": "llama"}, [], "config.json has no hidden_size, num_hidden_layers, so the plan would be"),
+        ({"model_type": "gpt2", "n_embd": 64}, [], "config.json has no num_hidden_layers"),
+        ({"model_type": "llama"} | SIZES | {"hidden_size": None}, [], "hidden_size"),
+        ({"model_type": "llama"} | SIZES | {"num_hidden_layers": 2.5}, [], "num_hidden_layers"),
+        ({"model_type": "llama"} | SIZES | {"num_hidden_layers": 0}, [], "num_hidden_layers must be a whole number"),
+        (
+            {"model_type": "llama"} | SIZES | {"intermediate_size": -3},
+            [],
+            "LlamaConfig cannot be planned: RuntimeError",
+        ),
+        ({"model_type": "llama"} | SIZES | {"num_attention_heads": 0}, [], "Give a folder with a config.json"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "a.B"}} | SIZES, [], "custom code"),
+        (
+            {"model_type": "llama"} | SIZES,
+            ["--tensor-parallel-degree", "0"],
+            "tensor_parallel_degree must be at least 1",
+        ),
+        ({"model_type": "llama"} | SIZES, ["--hybrid-shard-degree", "3"], "must divide the world size 4"),
+        ({"model_type": "llama"} | SIZES, ["--loss-chunks", "-1"], "loss_chunks must be at least 1"),
+        (
+            {"model_type": "llama"} | SIZES,
+            ["--host-memory-gib", "0"],
+            "host_memory_gib must be a number of GiB above 0",
+        ),
+        (
+            {"model_type": "llama"} | SIZES,
+            ["--precision", "32-true", "--float8-recipe", "rowwise"],
+            "Use --precision bf16-mixed or bf16-true",
+        ),
+    ],
+)
+def test_models_that_cannot_be_planned_are_refused_by_name(content, options, told, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    assert main(["plan", *of_model(tmp_path, content, *options)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_and_options_without_a_model_are_refused(capsys, tmp_path):
+    job = ["plan", "--nodes", "2", "--mtbf-hours", "1", "--days", "1"]
+    assert main([*job, "--model", str(tmp_path / "absent")]) == 2
+    assert "absent is no folder or config.json of a transformers model: it does not exist." in capsys.readouterr().err
+    assert main([*job, "--loss-chunks", "2", "--param-offload"]) == 2
+    assert "--loss-chunks, --param-offload without --model has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
