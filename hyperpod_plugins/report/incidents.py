@@ -92,7 +92,7 @@ def incidents_of(run: Run, timelines: Sequence[Timeline]) -> tuple[list[Incident
     found += _others(run, exits, ranks)
     num_without = sum(not ends and each.kind != "resize" for each, ends in found)
     incidents = sorted((each for each, _ in found), key=lambda each: each.at_s)
-    return _with_redone(incidents, timelines), num_exits + num_without
+    return _with_redone(_with_new_nodes(incidents, run, timelines), timelines), num_exits + num_without
 
 
 def failed_exits(run: Run) -> list[Exit]:
@@ -334,6 +334,41 @@ def _with_redone(incidents: Sequence[Incident], timelines: Sequence[Timeline]) -
             if after or during:
                 redone[after[0] if after else during[-1]] += present.mean_of(span, lost_s)
     return [replace(each, redone_s=lost_s) for each, lost_s in zip(incidents, redone, strict=True)]
+
+
+def _with_new_nodes(incidents: Sequence[Incident], run: Run, timelines: Sequence[Timeline]) -> list[Incident]:
+    """Each failure with how long it took until a node was there in place of the one that was lost with it.
+
+    The next process of a rank that was lost runs under an agent that began after the loss. If all agents did, the job
+    was launched again instead.
+    """
+    back_s: defaultdict[int, float] = defaultdict(lambda: -math.inf)
+    for timeline in timelines:
+        pairs = zip(itertools.pairwise(timeline.processes), timeline.endings, strict=False)
+        for (lost, new), ending in pairs:
+            is_lost = ending.code != 0 and not ending.is_requested if ending is not None else not lost.has_ended
+            agents = [each for each in run.agents if each.host == new.host and each.began_s <= new.began_s]
+            began_s = max((each.began_s for each in agents), default=-math.inf)
+            if not is_lost or began_s <= lost.ended_s or not _has_lived_on(run.agents, lost.ended_s, began_s):
+                continue
+            for index, each in enumerate(incidents):
+                noticed_s = each.at_s + each.detect_s
+                if each.kind != "resize" and noticed_s >= lost.ended_s - _TOGETHER_S and each.at_s <= began_s:
+                    back_s[index] = max(back_s[index], began_s - noticed_s)
+                    break
+    return [
+        replace(each, node_back_s=max(0.0, back_s[index])) if index in back_s else each
+        for index, each in enumerate(incidents)
+    ]
+
+
+def _has_lived_on(agents: Iterable[ProcessRecord], from_s: float, until_s: float) -> bool:
+    """Whether an agent was there all the time."""
+    return any(each.began_s <= from_s and _last_sign_s(each) >= until_s for each in agents)
+
+
+def _last_sign_s(agent: ProcessRecord) -> float:
+    return max([agent.ended_s, *(each.at_s for each in agent.exits)])
 
 
 def verdict_of(incidents: Iterable[Incident], timelines: Iterable[Timeline], *, is_complete: bool) -> Verdict:

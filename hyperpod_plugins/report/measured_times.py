@@ -4,7 +4,7 @@ import json
 
 from hyperpod_plugins.ledger import TimeCategory
 from hyperpod_plugins.report.make_report import ELASTIC_CATEGORIES, FAILURE_CATEGORIES
-from hyperpod_plugins.report.run_report import RankTimeline, RunReport
+from hyperpod_plugins.report.run_report import Incident, RankTimeline, RunReport
 
 _SHORTEST_SNAPSHOT_S = 1e-3
 """A shorter visit found that none was due."""
@@ -14,8 +14,9 @@ def stage_times(report: RunReport) -> dict[str, list[float]]:
     """Measured seconds by the fields of `planning.StageTimes`, for `hyperpod plan --stage-times`.
 
     A step includes what comes between two steps each time: data, hooks and logging, but no evaluation, checkpoint or
-    snapshot. Names of which the run has measured nothing are left out, above all `repair_s`: a ledger does not know
-    when a node came back.
+    snapshot. `repair_s` is known where a node was lost that had an agent of `hyperpodrun`, and another one, or the same
+    again, joined the running job in its place; `assemble_s` does not include the wait for it. Names of which the run
+    has measured nothing are left out.
     """
     found: dict[str, list[float]] = {}
     per_step_s = step_time_s(report)
@@ -23,8 +24,9 @@ def stage_times(report: RunReport) -> dict[str, list[float]]:
         found["step_s"] = [per_step_s]
     repairs = [each for each in report.incidents if each.kind == "failure" and each.level != "none"]
     found["detect_s"] = [each.detect_s for each in repairs]
-    found["assemble_s"] = [each.assemble_s for each in repairs]
+    found["assemble_s"] = [_assembled_with_all_nodes_s(each) for each in repairs]
     found["restore_s"] = [each.restore_s for each in repairs]
+    found["repair_s"] = [each.node_back_s for each in report.incidents if each.node_back_s is not None]
     found["resize_s"] = [each.total_s for each in report.incidents if each.kind == "resize"]
     found["startup_s"] = [rank.spans[0][1] for rank in report.ranks if rank.spans and _begins_with_setup(rank)]
     found["checkpoint_save_s"] = _durations(report, TimeCategory.CHECKPOINT_SAVE)
@@ -86,6 +88,14 @@ def failure_trace_json(report: RunReport) -> str:
 def _durations(report: RunReport, category: str) -> list[float]:
     """Durations of the spans of a category on the first rank; the others take part in the same ones."""
     return [duration_s for _, duration_s, name in report.ranks[0].spans if name == category]
+
+
+def _assembled_with_all_nodes_s(incident: Incident) -> float:
+    """How long a repair assembled the ranks once there were nodes for all of them."""
+    waited_s = incident.node_back_s
+    if waited_s is None or waited_s > incident.assemble_s:  # the job has gone on without the node
+        return incident.assemble_s
+    return incident.assemble_s - waited_s
 
 
 def _begins_with_setup(rank: RankTimeline) -> bool:

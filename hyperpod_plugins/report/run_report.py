@@ -120,6 +120,9 @@ class Incident:
     redone_s: float
     """Work that had to be done again, averaged over the ranks that were there at the time."""
     total_s: float
+    node_back_s: float | None = None
+    """From when the loss of a node was noticed until it, or another one, was there for the rank that failed; None if
+    its process was replaced on a node that was there, or never. If the others waited for it, a part of `assemble_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

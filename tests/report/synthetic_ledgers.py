@@ -110,20 +110,25 @@ class SyntheticRun:
         return self
 
     def kill(self, *ranks, computing_s=0.5, detect_s=0.25, assemble_s=4.0, restore_s=1.0, capacity_s=0.0, back_to=None,
-             noticed_by=None, code=-9, cause=SIGKILL):  # fmt: skip
+             noticed_by=None, code=-9, cause=SIGKILL, node_back_s=None):  # fmt: skip
         """Processes die in a step and are replaced, after a wait for nodes if so said.
 
         All go on after their last step, or after `back_to`, of which there is a snapshot. `noticed_by` is a rank that
-        reports a broken connection before an agent knows more.
+        reports a broken connection before an agent knows more. With `node_back_s`, their node is lost as well, and
+        another one joins so long after that was noticed.
         """
         at_s = self.now_s + computing_s
-        start_s = at_s + 0.25 + capacity_s
+        start_s = at_s + 0.25 + capacity_s + (0.0 if node_back_s is None else detect_s + node_back_s)
         until_s = at_s + detect_s + assemble_s
         assert start_s < until_s
         assert len(ranks) < self.num_ranks
         survivors = [rank for rank in range(self.num_ranks) if rank not in ranks]
         for number, rank in enumerate(ranks):
             self._exit(rank, at_s + number / 64, code, cause)
+        if node_back_s is not None:
+            self._start_agent(f"node-{len(self.agents)}", at_s + detect_s + node_back_s)
+            for rank in ranks:
+                self.hosts[rank] = list(self.agents)[-1]
         if capacity_s:
             agent = self.agents[self.hosts[ranks[0]]]
             agent.book(seconds={"setup": at_s - agent.until_s})
@@ -297,10 +302,11 @@ class SyntheticRun:
         for host in dict.fromkeys(self.hosts):
             self._start_agent(host)
 
-    def _start_agent(self, host):
+    def _start_agent(self, host, at_s=None):
         self.pid += 1
-        agent = Writer(f"agent-{host}-{self.pid}.jsonl", self.now_s)
-        agent.write("process", self.now_s, format=1, pid=self.pid, host=host, run_id=self.run_id)
+        at_s = self.now_s if at_s is None else at_s
+        agent = Writer(f"agent-{host}-{self.pid}.jsonl", at_s)
+        agent.write("process", at_s, format=1, pid=self.pid, host=host, run_id=self.run_id)
         self.agents[host] = agent
         self.files.append(agent)
 

@@ -123,6 +123,24 @@ def test_times_for_the_planner_are_those_of_the_run(tmp_path):
     StageTimes.means_of(found)
 
 
+def test_the_time_until_a_lost_node_is_back_is_a_time_of_repair(tmp_path):
+    run = SyntheticRun(4).steps(3).kill(1, assemble_s=4.0).steps(3)
+    run.kill(2, 3, detect_s=0.5, node_back_s=9.0, assemble_s=12.0, restore_s=2.0).steps(3).kill(2).steps(2)
+    found = stage_times(run_report(run.finish().write(tmp_path / "lost")))
+    assert found["repair_s"] == [9.0]
+    assert found["assemble_s"] == [4.0, 3.0, 4.0]  # the wait for the node is not counted twice
+    assert found["restore_s"] == [1.0, 2.0, 1.0]
+    assert StageTimes.means_of(found).repair_s == 9.0
+
+
+def test_only_nodes_that_join_a_running_job_have_been_repaired(tmp_path):
+    """A process that is replaced on its node is no repair of one, and a job launched again none of all nodes."""
+    killed = SyntheticRun(2).steps(3).kill(1).steps(3).restart(0, back_to=2).steps(2).finish()
+    launched = SyntheticRun(2).steps(5).launch_again(back_to=3).steps(4).finish()
+    for name, run in {"killed": killed, "launched": launched}.items():
+        assert "repair_s" not in stage_times(run_report(run.write(tmp_path / name)))
+
+
 def test_a_step_takes_as_long_as_on_the_ranks_that_were_there(tmp_path):
     fixed = run_report(SyntheticRun(2).steps(8).finish().write(tmp_path / "fixed"))
     grown = run_report(SyntheticRun(2).steps(4).grow().steps(4).finish().write(tmp_path / "grown"))

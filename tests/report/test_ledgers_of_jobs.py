@@ -14,6 +14,7 @@ from recovery.faults import PRELOAD, left_processes, run_job, start
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.report.make_report import run_report
+from hyperpod_plugins.report.measured_times import stage_times
 from hyperpod_plugins.report.run_files import read_run
 
 SIGKILL = "killed by SIGKILL"
@@ -206,6 +207,34 @@ def test_a_job_that_grows_has_changed_its_size_and_not_failed(tmp_path):
     assert headline.failures_cost_s == 0.0
     assert all(rank.seconds["resize"] > 0 for rank in report.ranks)
     assert list(report.steps.world_size) == [1] * incident.step + [2] * (num_steps - incident.step)
+
+
+def test_a_job_that_has_lost_a_node_says_when_another_one_was_there(tmp_path):
+    events = tmp_path / "events"
+    nodes = LoopNodes(tmp_path, "")
+    nodes.environ |= {"REPLICAS": "4", "SAMPLES": "400", "SHARDS": "1", "HYPERPOD_EVENTS": str(events)}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a")
+        nodes.await_size(1)  # it serves the store
+        nodes.start("b")
+        nodes.await_size(2)
+        lost_s = time.time()
+        nodes.lose("b")
+        nodes.await_size(1)
+        asked_s = time.time()
+        nodes.start("c")
+        nodes.await_size(2)
+        until_s = time.time()
+        nodes.finish()
+    finally:
+        nodes.clear()
+    report = run_report(events)
+    (repair_s,) = stage_times(report)["repair_s"]
+    (failure,) = [each for each in report.incidents if each.kind == "failure"]
+    assert failure.node_back_s == repair_s
+    assert asked_s - lost_s - failure.detect_s - 1.0 <= repair_s <= until_s - lost_s
+    assert failure.assemble_s < repair_s  # it has gone on without the node
 
 
 @pytest.mark.variant

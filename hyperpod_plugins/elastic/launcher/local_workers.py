@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from hyperpod_plugins.elastic.launcher.failure_messages import first_cause
 from hyperpod_plugins.elastic.launcher.fork_client import (
     ForkServerOptions,
     ForkServerProcess,
@@ -246,7 +247,7 @@ class LocalWorkers:
 
 # -- descriptions of a failed worker: one line for the job store, a full report for the console ---------------------
 
-_NUM_LINES = 20
+_NUM_LINES, _NUM_SEARCHED = 20, 500
 
 
 oom_kills = OutOfMemoryKills()
@@ -255,15 +256,25 @@ oom_kills = OutOfMemoryKills()
 
 def describe_exit(slot: WorkerSlot, code: int) -> str:
     """How the process of a slot ended, in one line; a negative code is the number of a signal."""
-    if code == -signal.SIGKILL and oom_kills.is_victim(slot.pid):
-        return "killed by SIGKILL, probably by the kernel for lack of memory"
+    told = _message(slot) if code > 0 else ""
+    cause = first_cause(code, f"{_tail(slot.logs.stderr, _NUM_SEARCHED)}\n{told}", pid=slot.pid, began_s=slot.started_s)
     if code < 0:
-        return f"killed by {signal_name(-code)}"
+        ended = f"killed by {signal_name(-code)}"
+        if code == -signal.SIGKILL and not cause and oom_kills.is_victim(slot.pid):
+            cause = "probably by the kernel for lack of memory"
+        return f"{ended}, {cause}" if cause else ended
+    first = told.strip().partition("\n")[0]
+    notes = [each for each in (first, "" if cause in first else cause) if each]
+    return f"exit code {code} ({'; '.join(notes)})" if notes else f"exit code {code}"
+
+
+def _message(slot: WorkerSlot) -> str:
+    """The text of the exception that ended the process of a slot; empty if none is known."""
     match _error(slot.logs.error_file):
         case {"message": {"message": str(text)}}:
-            return f"exit code {code} ({text.strip().splitlines()[0] if text.strip() else text})"
+            return text
         case _:
-            return f"exit code {code}"
+            return ""
 
 
 def error_of(slot: WorkerSlot) -> str:
@@ -315,9 +326,12 @@ def _error(path: str) -> dict[str, Any] | None:
         return None
 
 
-def _tail(path: str) -> str:
+def _tail(path: str, num_lines: int = _NUM_LINES) -> str:
+    """The last lines of a file; empty if there is none."""
     try:
-        lines = Path(path).read_bytes()[-(1 << 14) :].decode(errors="replace").splitlines()
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 14)))
+            lines = file.read(1 << 14).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_NUM_LINES:])
+    return "\n".join(lines[-num_lines:])
