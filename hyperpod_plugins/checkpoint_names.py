@@ -17,7 +17,7 @@ URL_SCHEME = "hyperpod"
 """Of URLs of checkpoints, `hyperpod://FOLDER`; see `parallel/checkpoint/filesystem.py`."""
 
 
-def checkpoint_path(path_or_url: str | PathLike[str]) -> Path:
+def checkpoint_at(path_or_url: str | PathLike[str]) -> Path:
     """Return the folder of a checkpoint that is given by its path or its URL."""
     return Path(os.fspath(path_or_url).removeprefix(f"{URL_SCHEME}://"))
 

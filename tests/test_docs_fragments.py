@@ -200,36 +200,33 @@ def planning(page):
     assert page["config"].sm_activation_offloading
 
 
-@fragments("docs/guides/memory.md", "activation_offload=True,  # keep", ranks=2)
-def memory(page):
+def losses_with_and_without(strategy):
+    """Losses of a fit with a page's strategy, and with one that only shards."""
     import lightning as L
 
     from hyperpod_plugins.lightning import HyperPodStrategy
 
-    page.run("activation_offload=True,  # keep", replaced={"hybrid_shard_degree=4": "hybrid_shard_degree=2"})
     losses = []
-    for strategy in (page["strategy"], HyperPodStrategy(hybrid_shard_degree=2)):
+    for each in (strategy, HyperPodStrategy(hybrid_shard_degree=2)):
         torch.manual_seed(0)
         fitted = language_module()
-        L.Trainer(devices=2, strategy=strategy, **QUIET).fit(fitted, loader_of_tokens(8, 2))
+        L.Trainer(devices=2, strategy=each, **QUIET).fit(fitted, loader_of_tokens(8, 2))
         losses.append(fitted.losses)
+    return losses
+
+
+@fragments("docs/guides/memory.md", "activation_offload=True,  # keep", ranks=2)
+def memory(page):
+    page.run("activation_offload=True,  # keep", replaced={"hybrid_shard_degree=4": "hybrid_shard_degree=2"})
+    losses = losses_with_and_without(page["strategy"])
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @fragments("docs/guides/memory.md", "optimizer_offload=True)", ranks=2)
 def host_memory(page):
-    import lightning as L
-
-    from hyperpod_plugins.lightning import HyperPodStrategy
-
     page.run("optimizer_offload=True)", replaced={"hybrid_shard_degree=8": "hybrid_shard_degree=2"})
-    losses = []
-    for strategy in (page["strategy"], HyperPodStrategy(hybrid_shard_degree=2)):
-        torch.manual_seed(0)
-        fitted = language_module()
-        L.Trainer(devices=2, strategy=strategy, **QUIET).fit(fitted, loader_of_tokens(8, 2))
-        losses.append(fitted.losses)
+    losses = losses_with_and_without(page["strategy"])
     assert len(losses[0]) == 2
     assert losses[0] == losses[1]
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from hyperpod_plugins.checkpoint_names import checkpoint_path as path_of
+from hyperpod_plugins.checkpoint_names import checkpoint_at
 from hyperpod_plugins.comm import CommOptions, group_health, register
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.delayed_init import delayed_init, tapes_of
@@ -764,7 +764,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         """
         if self._recovery.fit.is_active and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.fit.state_of_peers()
-        path = path_of(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
+        path = checkpoint_at(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
         is_fit = self._trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
             loaded = super().load_checkpoint(path, weights_only=weights_only)

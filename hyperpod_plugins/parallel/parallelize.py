@@ -97,6 +97,7 @@ def parallelize(
         AllocatorWatch(torch.device(mesh.device_type)).attach(model)
     if is_sharded:
         apply_offload(model, config)
+        explain_save_pretrained(model)
         return model  # already sharded, by the user or by an earlier call
     _tell_of_idle_options(model, config)
     adopted = release_shards(model)

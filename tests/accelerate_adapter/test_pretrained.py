@@ -87,6 +87,34 @@ def save_adapters(folder):
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def save_what_the_program_sharded(folder):
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hyperpod_plugins.errors import ConfigError
+    from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+
+    torch.distributed.init_process_group("hyperpod")
+    config = ParallelConfig(hybrid_shard_degree=2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    mesh = build_mesh(config.topology(2), "cpu")
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    saved = []
+    model.model.save_pretrained = saved.append  # the program's own
+    parallelize(model, mesh, config)
+    with pytest.raises(ConfigError, match="export_safetensors"):
+        model.save_pretrained(folder / "refused")
+    model.model.save_pretrained("own")
+    assert saved == ["own"]
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.spawns
+def test_a_model_that_the_program_has_sharded_says_it_too_and_a_method_of_its_own_stays(tmp_path):
+    run_ranks(save_what_the_program_sharded, tmp_path, world_size=2, timeout_s=240)
+    assert not (tmp_path / "refused").exists()
+
+
 @pytest.mark.spawns
 def test_so_do_adapters(tmp_path):
     run_ranks(save_adapters, tmp_path, world_size=2, timeout_s=240)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from fsspec import AbstractFileSystem
 from typing_extensions import override
 
-from hyperpod_plugins.checkpoint_names import URL_SCHEME, checkpoint_path
+from hyperpod_plugins.checkpoint_names import URL_SCHEME, checkpoint_at
 from hyperpod_plugins.errors import CheckpointDamaged, ConfigError
 from hyperpod_plugins.parallel.checkpoint.export import export_checkpoint
 from hyperpod_plugins.parallel.checkpoint.files import find
@@ -31,7 +31,7 @@ class CheckpointFileSystem(AbstractFileSystem):
     @classmethod
     @override
     def _strip_protocol(cls, path: str) -> str:
-        return str(checkpoint_path(path))
+        return str(checkpoint_at(path))
 
     @override
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:

@@ -143,10 +143,11 @@ def export_safetensors(
 def explain_save_pretrained(model: nn.Module) -> None:
     """Have `save_pretrained` of a sharded model, and of its parts, tell how to gather the weights.
 
-    Otherwise it fails in safetensors, with a message about storages, when the configuration has been written.
+    Otherwise it fails in safetensors, with a message about storages, when the configuration has been written. A
+    method that the program has given to one object stays.
     """
     for part in model.modules():
-        if isinstance(part, _SavesItself):
+        if isinstance(part, _SavesItself) and "save_pretrained" not in vars(part):
             vars(part)["save_pretrained"] = partial(_save_pretrained, part)
 
 
