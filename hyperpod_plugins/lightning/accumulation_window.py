@@ -457,7 +457,7 @@ class AccumulationWindow:
     ) -> None:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
-        self._callbacks = callbacks
+        self._callbacks, self._state.watched = callbacks, [self._beginning]
         states.before_hooks, states.has_taken = self._states_before_hooks, self._begin_hooks_of_lost
         self.batch_hooks.registered = states.of_program
 

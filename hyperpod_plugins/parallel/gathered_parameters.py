@@ -57,6 +57,18 @@ def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["Gathere
     return {part: followed for each in of_groups for part, followed in each.items()}
 
 
+def num_compared(groups: Iterable[Any]) -> int:
+    """In how many gathers the bits of each parameter of some groups have been compared, at least."""
+    return min((each.num_compared for group in groups for each in followed_parameters(group)), default=0)
+
+
+def skip_comparisons(groups: Iterable[Any], count: int) -> None:
+    """Compare bits in `count` gathers less, because a replica's have been compared in as many."""
+    for group in groups:
+        for each in followed_parameters(group):
+            each.num_compared = max(each.num_compared, count)
+
+
 class ParameterReference(Protocol):
     """A place outside of modules in which the program keeps a parameter."""
 
@@ -72,9 +84,9 @@ class GatheredParameter:
         "_attributes",
         "_before",
         "_is_converted",
+        "_is_noted",
         "_is_split",
         "_last_flag",
-        "_num_compared",
         "_of_fsdp",
         "_references",
         "_reset",
@@ -82,6 +94,7 @@ class GatheredParameter:
         "_to_unsharded",
         "_version",
         "is_written",
+        "num_compared",
     )
 
     def __init__(self, of_fsdp: Any) -> None:
@@ -89,8 +102,10 @@ class GatheredParameter:
         self.is_written = False
         """Whether the program has written to it while it was gathered; up to date once `note_writes` was called."""
         self._of_fsdp, self._last_flag = of_fsdp, of_fsdp.sharded_param.requires_grad
-        self._version = self._num_compared = 0
-        self._is_split = self._is_converted = False
+        self._version = 0
+        self.num_compared = 0
+        """Gathers of it in which its bits have been compared."""
+        self._is_split = self._is_converted = self._is_noted = False
         """Of the gathered parameter: whether it is a DTensor, and whether its values are not in the gathered memory."""
         self._before: torch.Tensor | None = None
         self._references: list[ParameterReference] = []
@@ -155,18 +170,20 @@ class GatheredParameter:
         _copy_attributes(self._attributes, vars(whole))
         for reference in self._references:
             reference.set(whole)
-        if self._num_compared < _NUM_COMPARED:
-            self._begin_comparison(whole)
+        is_compared = self.num_compared < _NUM_COMPARED
+        if is_compared or not self._is_noted:
+            local = self._note(whole)
+            self.num_compared += is_compared
+            if is_compared and not self._is_converted:
+                self._before = _sum_of_bits(local)
 
-    def _begin_comparison(self, whole: torch.Tensor) -> None:
-        """Keep the bit sum, and note in which tensor the values are."""
-        self._is_split = isinstance(whole, DTensor)
+    def _note(self, whole: torch.Tensor) -> torch.Tensor:
+        """Note in which tensor the values are; returns it."""
+        self._is_split, self._is_noted = isinstance(whole, DTensor), True
         local = whole._local_tensor if isinstance(whole, DTensor) else whole
         of_torch = type(local) in (torch.Tensor, nn.Parameter)
         self._is_converted = not of_torch or bool(self._of_fsdp._unsharded_inner_tensors)
-        self._num_compared += 1
-        if not self._is_converted:
-            self._before = _sum_of_bits(local)
+        return local
 
     def _shard(self) -> None:
         of_fsdp = self._of_fsdp

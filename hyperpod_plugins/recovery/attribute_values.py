@@ -9,7 +9,7 @@ once.
 A form that stands for an object that is followed by itself (see `held_objects`) is only its name and its class.
 """
 
-# A tensor's version has no public API.
+# A tensor's version and a module's tables have no public API.
 # pyright: reportPrivateUsage=false
 
 import enum
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from operator import is_
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 from uuid import UUID
@@ -33,6 +34,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters_of, parameters_by_id
+from hyperpod_plugins.recovery.buffer_layout import ModuleTables
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
 from hyperpod_plugins.recovery.program_collectives import DataUnpickler
@@ -376,6 +379,42 @@ def _write(value: Any, contents: Any) -> None:
 
 
 # For another process: types are named, so that it gets the same ones.
+
+
+class ModelParameters:
+    """The parameters of a model, sharded and gathered, and the forms that stand for them.
+
+    They are collected again when the model holds others: that takes a hundred times as long as to see that it does not.
+
+    Args:
+        model: a sharded or plain model; None for no parameters.
+        cls: name of the class of a parameter in these forms.
+    """
+
+    def __init__(self, model: nn.Module | None, cls: str) -> None:
+        self._model, self._cls = model, cls
+        self._tables: ModuleTables | None = None
+        self._of_fsdp: list[dict[str, Any]] = []
+        """Attributes of FSDP2's records of parameters."""
+        self._shown: list[Any] = []
+        self._names: dict[int, tuple[nn.Parameter, str]] = {}
+        self._forms: dict[Any, tuple[Any, ...]] = {}
+
+    def present(self) -> tuple[dict[int, tuple[nn.Parameter, str]], dict[Any, tuple[Any, ...]]]:
+        """Parameters and their names by `id`, and their forms as `parameter_forms` returns them; not to be changed."""
+        if self._model is None:
+            return {}, {}
+        if self._tables is None or not self._tables.are_same or not all(map(is_, self._present(), self._shown)):
+            parts = [*self._model.modules()]
+            self._tables = ModuleTables(table for part in parts for table in (part._modules, part._parameters))
+            self._of_fsdp = [vars(each) for each in fsdp_parameters_of(parts)]
+            self._shown = self._present()
+            self._names = parameters_by_id(self._model)
+            self._forms = parameter_forms(self._names, self._cls)
+        return self._names, self._forms
+
+    def _present(self) -> list[Any]:
+        return [each.get(key) for each in self._of_fsdp for key in ("_unsharded_param", "sharded_param")]
 
 
 def parameter_forms(names: Mapping[int, tuple[nn.Parameter, str]], cls: str) -> dict[Any, tuple[Any, ...]]:

@@ -34,7 +34,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError, StateLost, format_list
-from hyperpod_plugins.parallel.unit_watch import parameters_by_id
 from hyperpod_plugins.recovery.attribute_values import (
     ABSENT,
     ARRAYS,
@@ -44,6 +43,7 @@ from hyperpod_plugins.recovery.attribute_values import (
     OWN,
     Contents,
     Copying,
+    ModelParameters,
     can_restore,
     class_called,
     contents_of,
@@ -54,7 +54,6 @@ from hyperpod_plugins.recovery.attribute_values import (
     is_own,
     is_same,
     num_entries,
-    parameter_forms,
     restore_contents,
     text_of,
 )
@@ -196,6 +195,7 @@ class PlainAttributes:
         self._seen, self._mutable = list[Any](), list[int]()
         self._copied: dict[int, Contents] = {}
         """The last contents, which serve again while they are the same."""
+        self._of_model = ModelParameters(model, _PARAMETER)
         self._parameters: dict[int, tuple[nn.Parameter, str]] = {}
         self._are_parameters_known, self._copying = False, Copying(self._is_parameter)
         self._unchanged_since: KeptAttributes | None = None
@@ -474,8 +474,7 @@ class PlainAttributes:
 
     def _note_parameters(self) -> None:
         self._are_parameters_known = True
-        self._parameters = {} if self._model is None else parameters_by_id(self._model)
-        self._parameter_forms = parameter_forms(self._parameters, _PARAMETER)
+        self._parameters, self._parameter_forms = self._of_model.present()
 
     def _find(self) -> None:
         """Find the objects that are followed, and the places of their attributes."""

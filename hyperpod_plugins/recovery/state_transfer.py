@@ -18,7 +18,7 @@ rank from which all continue.
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,18 @@ def freeze(model: nn.Module, names: Collection[str]) -> None:
         parameter.requires_grad_(name not in names)
 
 
+class WatchedWrites(Protocol):
+    """What watches the writes of a program to parameters; see `undo.StepStart`."""
+
+    def known_writes(self) -> dict[str, Any] | None:
+        """What is known of them, as plain data; None if it cannot be told."""
+        ...
+
+    def take_known_writes(self, known: object) -> None:
+        """Take over what another rank knows of them."""
+        ...
+
+
 class TrainingState:
     """Parameters, buffers and optimizer state of this rank, held by reference."""
 
@@ -96,6 +108,8 @@ class TrainingState:
         self._channel = Channel(None, "state", patience_s=_PATIENCE_S)
         self.when_receiving: Callable[[], object] = lambda: None
         """Called before the tensors are received, when their description has arrived."""
+        self.watched: Sequence[WatchedWrites] = ()
+        """What watches the program's writes; a receiving rank gets what is known on the sending one."""
 
     def num_bytes(self) -> int:
         """Size of all local tensors."""
@@ -105,11 +119,12 @@ class TrainingState:
         """CRC-32 of every tensor's bytes, in the order of their names; equal on replicas of one shard."""
         return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
-    def header(self, tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
+    def header(self, tensors: Mapping[str, torch.Tensor] | None = None, **others: Any) -> bytes:
         """Description of the tensors, and the optimizers' state beside tensors; `packed` bytes.
 
         Args:
             tensors: result of `tensors`, if it is known.
+            others: what else a receiver is told.
         """
         tensors = self.tensors() if tensors is None else tensors
         described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
@@ -121,7 +136,7 @@ class TrainingState:
             "frozen": frozen_parameters(self.model),
             "buffers": self._buffer_rows(),
         }
-        return pack(header)
+        return pack(header | others)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
@@ -273,7 +288,8 @@ class TrainingState:
 
     def send(self, *ranks: int) -> None:
         """Send the state to some global ranks at once; small messages may not have arrived on return."""
-        self._channel.send("header", [self.header()], ranks)
+        known = [each.known_writes() for each in self.watched]
+        self._channel.send("header", [self.header(known_writes=known)], ranks)
         messages = [_message_of(batch) for batch in _batches(self.tensors().values())]
         self._channel.send("tensors", messages, ranks)
 
@@ -298,6 +314,9 @@ class TrainingState:
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
         freeze(self.model, described["frozen"])
+        for each, known in zip(self.watched, described.get("known_writes", ()), strict=False):
+            if known is not None:
+                each.take_known_writes(known)
 
     def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Create the buffers and the optimizer state that the header describes, and return all tensors to be filled."""

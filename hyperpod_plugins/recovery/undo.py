@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.parallel.gathered_parameters import num_compared, skip_comparisons
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups, refuse_kept_gradients
 from hyperpod_plugins.recovery.attributes import PlainAttributes
@@ -201,6 +203,40 @@ class StepStart:
     def take_known(self, former: "StepStart") -> None:
         """Know what another object for the same model has found, whose place this one takes."""
         self.written, self.batches, self.outside = former.written, former.batches, former.outside
+
+    def known_writes(self) -> dict[str, Any] | None:
+        """What has been found out about the program's writes, for `take_known_writes`; None if names do not tell it."""
+        names = {id(each): name for name, each in self._model.named_parameters()}
+        if not names.keys() >= self.written.keys():
+            return None
+        return {
+            "written": [names[key] for key in self.written],
+            "steps": self._num_begun - self.is_open,
+            "sums_until": self._sums_until,
+            "gathers": num_compared(self._groups()),
+        }
+
+    def take_known_writes(self, known: object) -> None:
+        """In a joiner, continue with what a replica of its shard knows of the program, which runs here too.
+
+        Otherwise its first steps would compare the bits of all parameters again, while the others wait for it.
+
+        Raises:
+            CheckpointMismatch: they are not what `known_writes` returns for this model.
+        """
+        parameters = dict(self._model.named_parameters())
+        match known:
+            case {"written": [*written], "steps": int(steps), "sums_until": int(until), "gathers": int(gathers)} if all(
+                name in parameters for name in written
+            ):
+                self.written |= {id(each): each for each in map(parameters.__getitem__, written)}
+                self._num_begun, self._sums_until = max(self._num_begun, steps), max(self._sums_until, until)
+                skip_comparisons(self._groups(), gathers)
+            case _:
+                raise CheckpointMismatch("what a replica knows of the program's writes does not fit the model here")
+
+    def _groups(self) -> list[Any]:
+        return [group for part in modules_of(self._model) for group in parameter_groups(part)]
 
     def begin(self) -> None:
         """Remember the present state, and drop the gradients of parameters that no optimizer owns.

@@ -235,6 +235,7 @@ class SessionState:
         self._rest = StepStart(
             model, self.optimizers, attributes=[self.attributes], above_bytes=ALWAYS_KEPT_BYTES
         )  # of what `LocalStates` does not hold, parameters above all
+        self.tensors.watched = [self._beginning, self._rest]
         self._rest_follows = NO_STATE
         """Number of committed steps that the rest of the body follows, while it can be undone."""
         self._can_undo_rest: bool | None = None

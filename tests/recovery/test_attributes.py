@@ -21,7 +21,9 @@ from torch.distributed._composable import checkpoint as checkpoint_function
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.parallel.unit_watch import parameters_by_id
 from hyperpod_plugins.recovery import held_objects
+from hyperpod_plugins.recovery.attribute_values import ModelParameters, parameter_forms
 from hyperpod_plugins.recovery.attributes import MAX_ENTRIES, PlainAttributes, modules_of_program
 from hyperpod_plugins.recovery.local_objects import ProgramState
 from hyperpod_plugins.recovery.packing import are_same, pack, unpack
@@ -342,6 +344,34 @@ def test_what_fully_shard_keeps_in_a_module_is_left_alone():
     attributes.put_back(kept)
     attributes.load_state_dict({"it": {key: 3}})
     assert "other" in vars(it)[key]
+
+
+def test_the_known_parameters_of_a_model_are_those_of_now():
+    def is_up_to_date():
+        names, forms = known.present()
+        return names == parameters_by_id(model) and forms == parameter_forms(names, "a parameter")
+
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        known = ModelParameters(model, "a parameter")
+        assert is_up_to_date()
+        assert known.present()[0] is known.present()[0]  # not collected again
+        model[0].weight = nn.Parameter(torch.ones(2, 2))
+        assert is_up_to_date()
+        model.append(nn.Linear(2, 3))
+        assert is_up_to_date()
+        parallelize(model, build_mesh(ParallelConfig().topology(1), DEVICE), ParallelConfig())
+        assert is_up_to_date()
+        shards = list(model.parameters())
+        output = model(torch.ones(1, 2, device=DEVICE))
+        assert is_up_to_date()
+        output.sum().backward()
+        assert is_up_to_date()
+        names, _ = known.present()
+        assert {id(each) for each in shards} < names.keys()  # and the gathered ones
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_a_peer_sends_changes_no_attribute_of_a_library():

@@ -12,10 +12,12 @@ from harness import run_ranks
 from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
-from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.errors import CheckpointMismatch
+from hyperpod_plugins.parallel import ParallelConfig, build_mesh, gathered_parameters, parallelize
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.recovery import undo
+from hyperpod_plugins.recovery.packing import pack, unpack
 from hyperpod_plugins.recovery.undo import OutsideWrites, StepStart, _sums_of_bits, drop_gradients, end_iteration
 
 
@@ -224,6 +226,91 @@ def test_writes_that_no_counter_tells_of_are_found_long_after_the_first_steps(wr
     assert beginning.is_within_reach
     beginning.put_back()
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_replacement_can_undo_in_its_first_step_what_its_replica_has_found_to_be_written():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(200, 200), nn.Linear(3, 2))
+        return model, StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+    survivor, its_start = make()
+    for _ in range(3):
+        its_start.begin()
+        write_a_large_one(survivor)
+        its_start.end()
+    known = its_start.known_writes()
+    assert unpack(pack(known)) == known  # travels with the state
+    assert known["written"] == ["1.weight"]
+    assert known["steps"] == 2  # the third is not committed: both run it again
+    for takes in (True, False):
+        replacement, start = make()
+        if takes:
+            start.take_known_writes(known)
+        before = [parameter.detach().clone() for parameter in replacement.parameters()]
+        start.begin()
+        write_a_large_one(replacement)
+        assert start.is_within_reach is takes
+        start.put_back()
+        assert all(map(torch.equal, replacement.parameters(), before)) is takes
+
+
+def test_a_replacement_compares_no_bits_that_its_replica_has_compared_in_as_many_steps(monkeypatch):
+    counts = []
+    monkeypatch.setattr("hyperpod_plugins.recovery.undo._sums_of_bits", lambda each: counts.append(1) or [])
+    _, beginning, commit = trained()
+    for step in range(9):
+        if step:
+            commit()
+        beginning.begin()
+        beginning.end()
+    assert counts
+    counts.clear()
+    _, replaced, _ = trained()
+    replaced.take_known_writes(beginning.known_writes())
+    replaced.begin()
+    replaced.end()
+    assert not counts
+
+
+def test_nor_those_of_gathered_parameters(monkeypatch):
+    sums, of_bits = [], gathered_parameters._sum_of_bits
+    monkeypatch.setattr(gathered_parameters, "_sum_of_bits", lambda each: sums.append(each) or of_bits(each))
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ParallelConfig()
+
+        def make():
+            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+            parallelize(model, build_mesh(config.topology(1), DEVICE), config)
+            return model, StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+        def step(model, beginning):
+            sums.clear()
+            beginning.begin()
+            model(torch.ones(1, 2, device=DEVICE)).sum().backward()
+            beginning.end()
+            beginning.close()
+            return len(sums)
+
+        (model, beginning), (replacement, its_beginning) = make(), make()
+        assert step(model, beginning) > 0
+        while step(model, beginning):
+            pass
+        its_beginning.take_known_writes(beginning.known_writes())
+        assert step(replacement, its_beginning) == 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "known",
+    [None, {}, {"written": ["other.weight"], "steps": 1, "sums_until": 8, "gathers": 0}, {"written": "0.weight"}],
+)
+def test_what_another_rank_knows_of_writes_is_of_this_model(known):
+    _, beginning, _ = trained()
+    with pytest.raises(CheckpointMismatch, match="does not fit the model here"):
+        beginning.take_known_writes(known)
 
 
 def trained():
