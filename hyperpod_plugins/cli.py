@@ -1,5 +1,6 @@
 """The `hyperpod` command. Its subcommands are listed in `COMMANDS`.
 
+hyperpod init lightning|accelerate|hf|plain my-job
 hyperpod chaos --every 30 --seed 1 --kinds kill,stop --pid AGENT_PID
 hyperpod scale --replicas 2
 hyperpod scale --shard-degree 4
@@ -18,6 +19,7 @@ hyperpod doctor --world-size 64 --local-world-size 8 --checkpoint-folder /fsx/ru
 import argparse
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ from hyperpod_plugins.errors import ConfigError, HyperPodError
 from hyperpod_plugins.fault_injection.chaos import SIGNALS, ChaosPlan, processes, run_chaos, select_agents
 from hyperpod_plugins.fault_injection.faults import FaultKind
 from hyperpod_plugins.presets import preset_names, preset_path, preset_summary, write_preset
+from hyperpod_plugins.project_templates import PROJECT_KINDS, write_project
 from hyperpod_plugins.recovery.rehearsal_jobs import REHEARSED_PHASES, RehearsalPlan, format_table, rehearse
 
 
@@ -192,6 +195,19 @@ def describe_status(status: dict[str, int]) -> str:
     return f"{counted(ranks, 'rank')}{size}, generation {generation}{wait}{wish}"
 
 
+def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = "; ".join(f"{kind}: {summary}" for kind, summary in PROJECT_KINDS.items())
+    parser.add_argument("kind", metavar="KIND", choices=[*PROJECT_KINDS], help=kinds)
+    parser.add_argument("folder", metavar="FOLDER", help="where to write it; its name becomes that of the job")
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    for path in write_project(arguments.kind, arguments.folder):
+        _print(str(path))
+    _print(f"next: cd {shlex.quote(arguments.folder)} && hyperpodrun --nproc-per-node 2 train.py")
+    return 0
+
+
 def _add_preset_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="list|show|write|NAME", help="a name alone prints the path of its file")
     parser.add_argument("name", nargs="?", help="preset to show or write")
@@ -304,6 +320,12 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS = (
+    Command(
+        name="init",
+        summary="write a small project: a program, files for Slurm and Kubernetes, a test that kills a rank",
+        add_arguments=_add_init_arguments,
+        run=_init,
+    ),
     Command(
         name="report",
         summary="say what a run's failures cost, and where its time went, as a page",

@@ -16,7 +16,7 @@ LAYERS = (
     "recovery",
     "fault_injection planning",
     "report doctor",
-    "lightning accelerate session presets smp",
+    "lightning accelerate session presets project_templates smp",
     "cli",
 )
 LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.split()}
