@@ -205,7 +205,7 @@ class AccumulationWindow:
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
         if former is not None:
-            self._beginning.take_known(former._beginning)
+            self._beginning.adopt(former._beginning)
             restore(self._logged(), "log")
             self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None

@@ -27,8 +27,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-_NUM_COMPARED = 8
-"""First gathers of a parameter at whose end its bits are compared."""
+NUM_COMPARED = 8
+"""First gathers of a parameter at whose end its bits are compared; those of a replica that a replacement follows count,
+but for those of a step that is undone."""
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PRIVATE_ATTRIBUTES = ("_is_param", "_fsdp", "_dynamo")
 """Beginnings of the names of torch's own attributes of parameters, which describe one tensor."""
@@ -55,18 +56,6 @@ def parameters_by_module(groups: Iterable[Any]) -> dict[nn.Module, list["Gathere
     """Return the followed parameters of groups, by the module that has the parameter."""
     of_groups = [vars(group).get("_hyperpod_parameters_of", {}) for group in groups]
     return {part: followed for each in of_groups for part, followed in each.items()}
-
-
-def num_compared(groups: Iterable[Any]) -> int:
-    """In how many gathers the bits of each parameter of some groups have been compared, at least."""
-    return min((each.num_compared for group in groups for each in followed_parameters(group)), default=0)
-
-
-def skip_comparisons(groups: Iterable[Any], count: int) -> None:
-    """Compare bits in `count` gathers less, because a replica's have been compared in as many."""
-    for group in groups:
-        for each in followed_parameters(group):
-            each.num_compared = max(each.num_compared, count)
 
 
 class ParameterReference(Protocol):
@@ -113,6 +102,11 @@ class GatheredParameter:
         self._to_sharded, self._to_unsharded = of_fsdp.to_sharded, of_fsdp.to_unsharded
         self._reset = of_fsdp.reset_sharded_param
         vars(of_fsdp).update(to_sharded=self._shard, to_unsharded=self._gather, reset_sharded_param=self._take_shard)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether its bits are compared in its next gather."""
+        return self.num_compared < NUM_COMPARED
 
     @property
     def shard(self) -> torch.Tensor:
@@ -170,7 +164,7 @@ class GatheredParameter:
         _copy_attributes(self._attributes, vars(whole))
         for reference in self._references:
             reference.set(whole)
-        is_compared = self.num_compared < _NUM_COMPARED
+        is_compared = self.is_compared
         if is_compared or not self._is_noted:
             local = self._note(whole)
             self.num_compared += is_compared

@@ -378,13 +378,10 @@ def _write(value: Any, contents: Any) -> None:
         value[...] = contents
 
 
-# For another process: types are named, so that it gets the same ones.
-
-
 class ModelParameters:
     """The parameters of a model, sharded and gathered, and the forms that stand for them.
 
-    They are collected again when the model holds others: that takes a hundred times as long as to see that it does not.
+    They are collected again when the model holds others: collecting takes a hundred times as long as this check.
 
     Args:
         model: a sharded or plain model; None for no parameters.
@@ -393,7 +390,9 @@ class ModelParameters:
 
     def __init__(self, model: nn.Module | None, cls: str) -> None:
         self._model, self._cls = model, cls
-        self._tables: ModuleTables | None = None
+        self._parts: list[nn.Module] = []
+        self._tables, self._contents = list[dict[str, Any]](), ModuleTables(())
+        self._keys: list[list[str]] = []
         self._of_fsdp: list[dict[str, Any]] = []
         """Attributes of FSDP2's records of parameters."""
         self._shown: list[Any] = []
@@ -402,19 +401,34 @@ class ModelParameters:
 
     def present(self) -> tuple[dict[int, tuple[nn.Parameter, str]], dict[Any, tuple[Any, ...]]]:
         """Parameters and their names by `id`, and their forms as `parameter_forms` returns them; not to be changed."""
-        if self._model is None:
-            return {}, {}
-        if self._tables is None or not self._tables.are_same or not all(map(is_, self._present(), self._shown)):
-            parts = [*self._model.modules()]
-            self._tables = ModuleTables(table for part in parts for table in (part._modules, part._parameters))
-            self._of_fsdp = [vars(each) for each in fsdp_parameters_of(parts)]
-            self._shown = self._present()
+        if self._model is not None and not self._are_same:
+            self._parts = [*self._model.modules()]
+            self._tables = self._present_tables()
+            self._contents, self._keys = ModuleTables(self._tables), [*map(list, self._tables)]
+            self._of_fsdp = [vars(each) for each in fsdp_parameters_of(self._parts)]
+            self._shown = self._present_tensors()
             self._names = parameters_by_id(self._model)
             self._forms = parameter_forms(self._names, self._cls)
         return self._names, self._forms
 
-    def _present(self) -> list[Any]:
+    @property
+    def _are_same(self) -> bool:
+        return (
+            bool(self._parts)
+            and all(map(is_, self._present_tables(), self._tables))
+            and self._contents.are_same
+            and [*map(list, self._tables)] == self._keys
+            and all(map(is_, self._present_tensors(), self._shown))
+        )
+
+    def _present_tables(self) -> list[dict[str, Any]]:
+        return [table for part in self._parts for table in (part._modules, part._parameters)]
+
+    def _present_tensors(self) -> list[Any]:
         return [each.get(key) for each in self._of_fsdp for key in ("_unsharded_param", "sharded_param")]
+
+
+# For another process: types are named, so that it gets the same ones.
 
 
 def parameter_forms(names: Mapping[int, tuple[nn.Parameter, str]], cls: str) -> dict[Any, tuple[Any, ...]]:

@@ -15,6 +15,7 @@ the values that it finds: a rank that was interrupted before or after a schedule
 rank from which all continue.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ from hyperpod_plugins.recovery.buffer_layout import BufferRow, PlannedTable, buf
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import pack, unpack
 
+log = logging.getLogger(__name__)
+
 MESSAGE_BYTES = 64 * 2**20
 ALONE_BYTES = 2**18  # a tensor of this size or more is a message of its own
 _HEADER_BYTES = 2**30
@@ -70,13 +73,13 @@ def freeze(model: nn.Module, names: Collection[str]) -> None:
 
 
 class WatchedWrites(Protocol):
-    """What watches the writes of a program to parameters; see `undo.StepStart`."""
+    """An object that finds out which parameters the program writes; see `undo.StepStart`."""
 
     def known_writes(self) -> dict[str, Any] | None:
         """What is known of them, as plain data; None if it cannot be told."""
         ...
 
-    def take_known_writes(self, known: object) -> None:
+    def load_known_writes(self, known: object) -> None:
         """Take over what another rank knows of them."""
         ...
 
@@ -109,7 +112,7 @@ class TrainingState:
         self.when_receiving: Callable[[], object] = lambda: None
         """Called before the tensors are received, when their description has arrived."""
         self.watched: Sequence[WatchedWrites] = ()
-        """What watches the program's writes; a receiving rank gets what is known on the sending one."""
+        """Objects that watch the program's writes; those of a receiving rank get what is known on the sending one."""
 
     def num_bytes(self) -> int:
         """Size of all local tensors."""
@@ -119,12 +122,17 @@ class TrainingState:
         """CRC-32 of every tensor's bytes, in the order of their names; equal on replicas of one shard."""
         return _checksum(tensor for _, tensor in sorted(self.tensors().items()))
 
-    def header(self, tensors: Mapping[str, torch.Tensor] | None = None, **others: Any) -> bytes:
+    def header(
+        self,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        known_writes: Sequence[dict[str, Any] | None] = (),
+    ) -> bytes:
         """Description of the tensors, and the optimizers' state beside tensors; `packed` bytes.
 
         Args:
             tensors: result of `tensors`, if it is known.
-            others: what else a receiver is told.
+            known_writes: of each of `watched`, what a receiver is told.
         """
         tensors = self.tensors() if tensors is None else tensors
         described = [describe_optimizer(self.model, optimizer) for optimizer in self.optimizers]
@@ -135,8 +143,9 @@ class TrainingState:
             "places": self._whole_tensors() | self._places_of_state(described),
             "frozen": frozen_parameters(self.model),
             "buffers": self._buffer_rows(),
+            "known_writes": [*known_writes],
         }
-        return pack(header | others)
+        return pack(header)
 
     def preallocate(self, header: bytes) -> None:
         """Create the optimizer state tensors that a peer's `header` describes, and touch their memory in advance.
@@ -314,9 +323,13 @@ class TrainingState:
         if self._verify:
             _compare(self.checksum(), described, f"rank {rank}")
         freeze(self.model, described["frozen"])
-        for each, known in zip(self.watched, described.get("known_writes", ()), strict=False):
-            if known is not None:
-                each.take_known_writes(known)
+        match described.get("known_writes"):
+            case [*known_writes] if len(known_writes) == len(self.watched):
+                for each, known in zip(self.watched, known_writes, strict=True):
+                    if known is not None:
+                        each.load_known_writes(known)
+            case _:  # its first steps find out by themselves
+                log.warning("rank %d has not sent what it knows of the program's writes", rank)
 
     def _allocate_state(self, described: dict[str, Any], whose: str) -> dict[str, torch.Tensor]:
         """Create the buffers and the optimizer state that the header describes, and return all tensors to be filled."""

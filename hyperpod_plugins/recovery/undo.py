@@ -4,10 +4,11 @@
 # pyright: reportPrivateUsage=false
 
 import copy
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Self, cast
 
 import torch
@@ -16,14 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.parallel.gathered_parameters import num_compared, skip_comparisons
+from hyperpod_plugins.parallel.gathered_parameters import NUM_COMPARED, GatheredParameter, followed_parameters
 from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import check_next_step, clear_trace, parameter_groups, refuse_kept_gradients
 from hyperpod_plugins.recovery.attributes import PlainAttributes
 from hyperpod_plugins.recovery.buffer_layout import ModuleTables, set_table
 from hyperpod_plugins.recovery.optimizer_copy import OptimizerCopy, local_tensor, parameters_of
 from hyperpod_plugins.recovery.packing import as_integers
+
+log = logging.getLogger(__name__)
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 """Whether this torch (2.13 and later) can reset FSDP2's modules after an exception."""
@@ -32,7 +34,8 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)
 _FIRST_PARTS = 4
 """Parts of a program outside of steps, as many as an epoch with an evaluation and the next one have."""
 _FIRST_STEPS = 8
-"""First steps in which batches are copied and bit sums compared; the latter also in step 16, 32, 64, and so on."""
+"""First steps in which batches are copied and bit sums compared; the latter also in step 16, 32, 64, and so on. In a
+replacement, the steps of its replica count for the bit sums."""
 _PIECE_SIZE = 2**13
 """Elements of the piece that each step copies and compares at its end."""
 _TURNS = 8
@@ -147,8 +150,9 @@ class StepStart:
     [Note: how writes are found] A write to a parameter advances its version counter, or that of a DTensor's local
     part. A write through `.data`, or to a DTensor by a `torch._foreach` function, advances neither, so bits are
     compared too. The bit sums of all parameters are compared in the first steps of a process and then ever more
-    rarely, as that reads all parameters. In all other steps a copy of one small piece is compared, a different piece
-    each time; if it has changed, the next steps compare bit sums again like the first ones.
+    rarely, as that reads all parameters; a replacement goes on with what a replica of its shard has found out. In all
+    other steps a copy of one small piece is compared, a different piece each time; if it has changed, the next steps
+    compare bit sums again like the first ones.
 
     Args:
         model: a sharded or plain model.
@@ -193,50 +197,64 @@ class StepStart:
         self._piece: SampledPiece | None = None
         self._num_begun = 0
         self._sums_until = _FIRST_STEPS
-        """Step of this process up to which bit sums of all parameters are compared."""
+        """Step, counted as `_num_begun`, up to which bit sums of all parameters are compared."""
         self._counting: list[nn.Module] = []
         self._counts: list[dict[str, Any]] = []
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._comparing: list[GatheredParameter] = []
+        """Those whose bits are still compared while they are gathered."""
+        self._compared: list[tuple[GatheredParameter, int]] = []
+        """Each with its count of comparisons when the step began."""
         self.is_open = False
         """Whether a step has begun and is not committed yet."""
 
-    def take_known(self, former: "StepStart") -> None:
+    def adopt(self, former: "StepStart") -> None:
         """Know what another object for the same model has found, whose place this one takes."""
         self.written, self.batches, self.outside = former.written, former.batches, former.outside
 
     def known_writes(self) -> dict[str, Any] | None:
-        """What has been found out about the program's writes, for `take_known_writes`; None if names do not tell it."""
+        """What has been found out about the program's writes, for `load_known_writes`.
+
+        None if a parameter that was found to be written is no longer in the model.
+        """
         names = {id(each): name for name, each in self._model.named_parameters()}
         if not names.keys() >= self.written.keys():
             return None
+        compared = [(each, begun if self.is_open else each.num_compared) for each, begun in self._compared]
+        steps = self._num_begun - self.is_open
         return {
             "written": [names[key] for key in self.written],
-            "steps": self._num_begun - self.is_open,
-            "sums_until": self._sums_until,
-            "gathers": num_compared(self._groups()),
+            "steps": steps,
+            "more_sums": max(0, self._sums_until - steps),
+            "compared": {names.get(id(each.shard), ""): count for each, count in compared if count < NUM_COMPARED},
         }
 
-    def take_known_writes(self, known: object) -> None:
-        """In a joiner, continue with what a replica of its shard knows of the program, which runs here too.
+    def load_known_writes(self, known: object) -> None:
+        """In a replacement, continue with what a replica of its shard knows of the program, which runs here too.
 
-        Otherwise its first steps would compare the bits of all parameters again, while the others wait for it.
-
-        Raises:
-            CheckpointMismatch: they are not what `known_writes` returns for this model.
+        Otherwise its first steps would compare the bits of all parameters again, while the others wait for it. It is
+        not used if it is not what `known_writes` returns for this model.
         """
         parameters = dict(self._model.named_parameters())
         match known:
-            case {"written": [*written], "steps": int(steps), "sums_until": int(until), "gathers": int(gathers)} if all(
-                name in parameters for name in written
-            ):
+            case {
+                "written": [*written],
+                "steps": int(steps),
+                "more_sums": int(more),
+                "compared": dict(compared),
+            } if all(isinstance(name, str) and name in parameters for name in written) and 0 <= more <= _FIRST_STEPS:
                 self.written |= {id(each): each for each in map(parameters.__getitem__, written)}
-                self._num_begun, self._sums_until = max(self._num_begun, steps), max(self._sums_until, until)
-                skip_comparisons(self._groups(), gathers)
+                self._num_begun, self._sums_until = max(self._num_begun, steps), max(self._num_begun, steps) + more
+                counts = {id(each): compared.get(name, NUM_COMPARED) for name, each in parameters.items()}
+                for each in self._followed():
+                    count = counts.get(id(each.shard), 0)
+                    each.num_compared = max(each.num_compared, count if isinstance(count, int) else 0)
             case _:
-                raise CheckpointMismatch("what a replica knows of the program's writes does not fit the model here")
+                log.warning("what a replica knows of the program's writes does not fit the model here, and is not used")
 
-    def _groups(self) -> list[Any]:
-        return [group for part in modules_of(self._model) for group in parameter_groups(part)]
+    def _followed(self) -> list[GatheredParameter]:
+        groups = (group for part in modules_of(self._model) for group in parameter_groups(part))
+        return [each for group in groups for each in followed_parameters(group)]
 
     def begin(self) -> None:
         """Remember the present state, and drop the gradients of parameters that no optimizer owns.
@@ -252,8 +270,9 @@ class StepStart:
         self._drop_unowned()
         if self.kept is not None:
             self.kept.save()
-        memories = {key: local_tensor(parameter) for key, parameter in self.written.items()}
-        self._copies = {key: (memory, memory.clone()) for key, memory in memories.items()}
+        self._copies = {key: (each, local_tensor(each).clone()) for key, each in self.written.items()}
+        self._comparing = [each for each in self._comparing if each.is_compared]
+        self._compared = [(each, each.num_compared) for each in self._comparing]
         # FSDP2 may have replaced the local parts in its first forward.
         self._counters = [*self._watched, *map(_local_of, self._split)]
         self._versions = [*map(_version_of, self._counters)]
@@ -289,6 +308,7 @@ class StepStart:
         self._watched = [*([] if self.kept is not None else owned.values()), *self._unowned]
         self._split = [each for each in self._watched if isinstance(each, DTensor)]
         self._counting = [part for part in self.parts if _counts(part)]
+        self._comparing = self._followed()
 
     def present_buffers(self) -> Buffers:
         """A copy of the buffers of all modules, as they are now."""
@@ -317,7 +337,8 @@ class StepStart:
             later: has just begun, for the same model and optimizers, and has read the version counters.
         """
         is_quick = later.kept is None and self._piece is not None and not self._piece.is_changed
-        changed = {} if is_quick and later._versions == self._versions else self._changed()
+        are_same = later._versions == self._versions and all(map(is_, later._counters, self._counters))
+        changed = {} if is_quick and are_same else self._changed()
         self.written |= changed
         return not changed and self._can_put_back_attributes
 
@@ -349,8 +370,10 @@ class StepStart:
             each.put_back(values)
         self.batches.put_back()
         with torch.no_grad():
-            for memory, saved in self._copies.values():
-                memory.copy_(saved)
+            for each, saved in self._copies.values():
+                local_tensor(each).copy_(saved)
+        for each, count in self._compared:
+            each.num_compared = count
         for metric, counts in zip(self._counting, self._counts, strict=True):
             vars(metric).update({key: copied_value(value) for key, value in counts.items()})
 
@@ -363,11 +386,16 @@ class StepStart:
         now = [*map(_version_of, self._counters)]
         sums = _sums_of_bits(self._watched) if self._sums else []
         is_hidden = self._piece is not None and self._piece.is_changed
-        if now == self._versions and sums == self._sums and not is_hidden:
+        counted = self._counters[len(self._watched) :]
+        # FSDP2's first forward may have replaced local parts since: nothing tells then whether these were written.
+        replaced = (
+            [] if self._sums else [a for a, b in zip(self._split, counted, strict=False) if _local_of(a) is not b]
+        )
+        if now == self._versions and sums == self._sums and not (is_hidden or replaced):
             return {}
         owners = [*self._watched, *self._split, *self._watched]
         pairs = zip(owners, (*self._versions, *self._sums), (*now, *sums), strict=False)
-        found = {id(each): each for each, a, b in pairs if a != b}
+        found = {id(each): each for each, a, b in pairs if a != b} | {id(each): each for each in replaced}
         if self._piece is not None and is_hidden:
             found[id(self._piece.owner)] = self._piece.owner
         found = {key: each for key, each in found.items() if key not in self._copies}
@@ -381,12 +409,13 @@ class ParameterCopy:
 
     def __init__(self, model: nn.Module) -> None:
         reshard(model)
-        self._copies = [(memory, memory.to("cpu", copy=True)) for memory in map(local_tensor, model.parameters())]
+        self._copies = [(each, local_tensor(each).to("cpu", copy=True)) for each in model.parameters()]
 
     def put_back(self) -> None:
         """Restore the parameters that have changed since."""
         with torch.no_grad():
-            for memory, saved in self._copies:
+            for each, saved in self._copies:
+                memory = local_tensor(each)
                 before = saved.to(memory.device)
                 if not torch.equal(as_integers(memory), as_integers(before)):
                     memory.copy_(before)

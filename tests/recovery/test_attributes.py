@@ -21,6 +21,7 @@ from torch.distributed._composable import checkpoint as checkpoint_function
 
 from hyperpod_plugins.errors import CheckpointMismatch, ConfigError
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, parallelize
+from hyperpod_plugins.parallel.hsdp import reshard
 from hyperpod_plugins.parallel.unit_watch import parameters_by_id
 from hyperpod_plugins.recovery import held_objects
 from hyperpod_plugins.recovery.attribute_values import ModelParameters, parameter_forms
@@ -370,8 +371,30 @@ def test_the_known_parameters_of_a_model_are_those_of_now():
         assert is_up_to_date()
         names, _ = known.present()
         assert {id(each) for each in shards} < names.keys()  # and the gathered ones
+        model, config = nn.Sequential(nn.Sequential(nn.Linear(2, 2))), ParallelConfig(block_classes=("Sequential",))
+        parallelize(model, build_mesh(config.topology(1), DEVICE), config)
+        known = ModelParameters(model, "a parameter")
+        assert is_up_to_date()
+        with torch.no_grad():
+            model(torch.ones(1, 2, device=DEVICE))
+        reshard(model)  # modules hold the same tensors as before, and FSDP2 has made others
+        assert is_up_to_date()
     finally:
         dist.destroy_process_group()
+
+
+def test_the_known_parameters_of_a_model_have_the_names_of_now():
+    model = nn.Sequential(OrderedDict(old=nn.Linear(2, 2)))
+    known = ModelParameters(model, "a parameter")
+
+    def names():
+        return [name for _, name in known.present()[0].values()]
+
+    assert names() == ["old.weight", "old.bias"]
+    model.add_module("new", model._modules.pop("old"))
+    assert names() == ["new.weight", "new.bias"]
+    model.new._parameters = {key: nn.Parameter(torch.zeros(2)) for key in ("weight", "bias")}
+    assert {*known.present()[0]} == {id(each) for each in model.parameters()}
 
 
 def test_what_a_peer_sends_changes_no_attribute_of_a_library():

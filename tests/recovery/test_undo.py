@@ -12,7 +12,6 @@ from harness import run_ranks
 from torch import nn
 
 from hyperpod_plugins.comm import reset_traffic, traffic
-from hyperpod_plugins.errors import CheckpointMismatch
 from hyperpod_plugins.parallel import ParallelConfig, build_mesh, gathered_parameters, parallelize
 from hyperpod_plugins.parallel.hsdp import fsdp_units, without_replica_sync
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
@@ -246,7 +245,7 @@ def test_a_replacement_can_undo_in_its_first_step_what_its_replica_has_found_to_
     for takes in (True, False):
         replacement, start = make()
         if takes:
-            start.take_known_writes(known)
+            start.load_known_writes(known)
         before = [parameter.detach().clone() for parameter in replacement.parameters()]
         start.begin()
         write_a_large_one(replacement)
@@ -267,50 +266,131 @@ def test_a_replacement_compares_no_bits_that_its_replica_has_compared_in_as_many
     assert counts
     counts.clear()
     _, replaced, _ = trained()
-    replaced.take_known_writes(beginning.known_writes())
+    replaced.load_known_writes(beginning.known_writes())
     replaced.begin()
     replaced.end()
     assert not counts
 
 
-def test_nor_those_of_gathered_parameters(monkeypatch):
+def sharded_by_one_rank():
+    """A model of FSDP2, and what its step may change; needs a process group of one rank."""
+    config = ParallelConfig()
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    parallelize(model, build_mesh(config.topology(1), DEVICE), config)
+    return model, StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """Grows with each comparison of a gathered parameter's bits."""
     sums, of_bits = [], gathered_parameters._sum_of_bits
     monkeypatch.setattr(gathered_parameters, "_sum_of_bits", lambda each: sums.append(each) or of_bits(each))
-    dist.init_process_group("hyperpod", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        config = ParallelConfig()
+    return sums
 
-        def make():
-            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-            parallelize(model, build_mesh(config.topology(1), DEVICE), config)
-            return model, StepStart(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 
-        def step(model, beginning):
-            sums.clear()
-            beginning.begin()
-            model(torch.ones(1, 2, device=DEVICE)).sum().backward()
-            beginning.end()
-            beginning.close()
-            return len(sums)
+def run_step(model, beginning, *, micro_steps=1, ends=True):
+    beginning.begin()
+    for _ in range(micro_steps):
+        model(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    beginning.end()
+    if ends:
+        beginning.close()
+    else:
+        drop_gradients(model, beginning._optimizers)
+        beginning.put_back()
 
-        (model, beginning), (replacement, its_beginning) = make(), make()
-        assert step(model, beginning) > 0
-        while step(model, beginning):
-            pass
-        its_beginning.take_known_writes(beginning.known_writes())
-        assert step(replacement, its_beginning) == 0
-    finally:
-        dist.destroy_process_group()
+
+def test_a_replacement_compares_no_gathered_parameters_that_its_replica_has_compared(one_rank, gathers):
+    (model, beginning), (replacement, its_beginning) = sharded_by_one_rank(), sharded_by_one_rank()
+    while True:
+        gathers.clear()
+        run_step(model, beginning)
+        if not gathers:
+            break
+    its_beginning.load_known_writes(unpack(pack(beginning.known_writes())))
+    run_step(replacement, its_beginning)
+    assert not gathers
+
+
+def test_comparisons_of_a_step_that_is_undone_do_not_count(one_rank, gathers):
+    """Otherwise the writes that they have found would be accepted when the step runs again."""
+    (model, beginning), (replacement, its_beginning) = sharded_by_one_rank(), sharded_by_one_rank()
+    run_step(model, beginning, micro_steps=8, ends=False)
+    num_compared = len(gathers)
+    assert num_compared >= 8
+    its_beginning.load_known_writes(beginning.known_writes())
+    for each in ((model, beginning), (replacement, its_beginning)):
+        gathers.clear()
+        run_step(*each, micro_steps=8)
+        assert len(gathers) == num_compared
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_write_to_a_local_part_that_the_first_forward_replaces_is_undone_or_counts_as_lost(one_rank, is_known):
+    """As FSDP2's first forward does where shards lie in pinned host memory, or where a module has been moved."""
+    (model, beginning), (replacement, its_beginning) = sharded_by_one_rank(), sharded_by_one_rank()
+    for _ in range(9):
+        beginning.begin()
+        if is_known:
+            model[1].weight._local_tensor.data.mul_(2)
+        beginning.end()
+        beginning.close()
+    its_beginning.load_known_writes(beginning.known_writes())
+    weight = replacement[1].weight
+    before = weight._local_tensor.detach().clone()
+    its_beginning.begin()
+    weight._local_tensor = weight._local_tensor.clone()
+    weight._local_tensor.data.mul_(2)
+    is_within_reach = its_beginning.is_within_reach
+    its_beginning.put_back()
+    assert is_within_reach is is_known
+    assert torch.equal(weight._local_tensor, before) is is_known
+
+
+def test_writes_to_a_parameter_that_is_gone_are_not_told():
+    parameters, beginning, _ = trained()
+    for _ in range(2):
+        beginning.begin()
+        parameters[0].data.mul_(2)
+        beginning.end()
+    assert beginning.known_writes()["written"] == ["0.weight"]
+    beginning._model[0].weight = nn.Parameter(torch.zeros(3, 2))
+    assert beginning.known_writes() is None
 
 
 @pytest.mark.parametrize(
-    "known",
-    [None, {}, {"written": ["other.weight"], "steps": 1, "sums_until": 8, "gathers": 0}, {"written": "0.weight"}],
+    "change",
+    [
+        {"written": ["other.weight"]},
+        {"written": [["0.weight"]]},
+        {"written": "0.weight"},
+        {"steps": "1"},
+        {"more_sums": 10**30},
+        {"compared": []},
+        None,
+    ],
 )
-def test_what_another_rank_knows_of_writes_is_of_this_model(known):
-    _, beginning, _ = trained()
-    with pytest.raises(CheckpointMismatch, match="does not fit the model here"):
-        beginning.take_known_writes(known)
+def test_what_another_rank_knows_is_not_used_if_it_is_of_no_use_here(change, caplog):
+    _, beginning, commit = trained()
+    for step in range(9):
+        if step:
+            commit()
+        beginning.begin()
+        beginning.end()
+    known = beginning.known_writes()
+    _, replaced, _ = trained()
+    replaced.load_known_writes(None if change is None else known | change)
+    assert "is not used" in caplog.text
+    assert replaced.known_writes()["steps"] == 0
+    replaced.load_known_writes(known)
+    assert replaced.known_writes()["steps"] == 8
 
 
 def trained():
