@@ -44,7 +44,7 @@ from hyperpod_plugins.parallel.topology import EXPERT
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
-from hyperpod_plugins.precision.transformer_engine import TE_RECIPES
+from hyperpod_plugins.precision.transformer_engine import TE_RECIPES, refuse_regions_of_program
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ def parallelize(
     if is_sharded:
         apply_offload(model, config)
         explain_save_pretrained(model)
+        refuse_regions_of_program(model, _called_parts(model))
         return model  # already sharded, by the user or by an earlier call
     _tell_of_idle_options(model, config)
     adopted = release_shards(model)
@@ -124,7 +125,18 @@ def parallelize(
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
     explain_save_pretrained(model)
+    refuse_regions_of_program(model, _called_parts(model))
     return model
+
+
+def _called_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules of a sharded model that its program may call itself, as in `training_step`, and its FSDP2 units."""
+    called = [model]
+    for part in called:
+        if part is model or isinstance(part, nn.ModuleList | nn.ModuleDict):  # the latter have no forward
+            called += part.children()
+    units = (part for part in model.modules() if parameter_groups(part))
+    return [*dict.fromkeys([*called, *units])]
 
 
 def _tell_of_idle_options(model: nn.Module, config: ParallelConfig) -> None:
