@@ -278,7 +278,7 @@ def train_with_little_memory():
 
 @pytest.mark.spawns
 def test_recomputed_offloaded_chunked_and_tiled_steps_equal_one_process(run_ranks):
-    results = run_ranks(train_with_little_memory, world_size=4, timeout_s=240)[0]
+    results = run_ranks(train_with_little_memory, world_size=4, timeout_s=320)[0]
     makes = MODELS | CHANGING
     alone = {model: train_alone(makes[model]) for model in ("llama", "tied llama", *CHANGING)}
     for (model, layout), result in results.items():
