@@ -2,8 +2,9 @@
 
 A block of width h computes about `24 tokens h^2` operations in forward, and its input has `2 tokens h` bytes in
 bfloat16. So the copy of an input to the host hides behind the computation if `h >= F / (12 B)`, for F operations and B
-bytes a second, whatever the length; backward has three times the time. To compute a block again costs a third of its
-time, and to keep what it has computed costs memory, some 17 times its input.
+bytes a second, whatever the length; backward has three times the time. Where t tensor ranks compute a block together,
+each has a part of the operations, and unless the sequence is split, the whole input: then it is t times the width. To
+compute a block again costs a third of its time, and to keep what it has computed costs memory, some 17 times its input.
 
 So with room for everything nothing is done; with less, the last blocks keep their activations, which backward needs
 first, and the others are computed again. The inputs of these go to the host where that hides and lets more blocks keep
@@ -11,8 +12,13 @@ their activations, or where nothing else fits.
 
 How much room there is, is measured: in the first steps with a size of input, all blocks are computed again, and their
 inputs offloaded if that hides. After two steps of the optimizer, when all of its state exists, what the device has had
-free at the peak is shared out. Where blocks communicate (tensor parallelism) all ranks must compute the same blocks
-again, so there all are.
+free at the peak is shared out. So a rank's part of a block is what counts, whatever its degrees.
+
+[Note: ranks that decide alike] Ranks that communicate within blocks (tensor and context parallelism) must compute the
+same blocks again, or their collectives do not match. They have the same sizes of input in the same forwards, so they
+decide in the same forward, and keep as many blocks as the one with the least room. Nothing else that they decide may
+depend on one rank alone, such as on when the garbage collector frees a graph. The replacement of a lost rank knows
+nothing yet, so after a repair all measure again. The others do not forget how much room they had: a plan has used it.
 
 [Note: what a plan relies on] That each block of a forward has an input of the same shape, and that a backward follows
 each forward. Of a model that breaks either (towers for images and text, two forwards before a backward), all blocks are
@@ -22,8 +28,8 @@ computed again from then on.
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -125,7 +131,7 @@ class ActivationPlan:
 
 
 def plan_activations(
-    num_blocks: int, input_bytes: int, kept_bytes: int, room_bytes: float, *, hides: bool, may_keep: bool = True
+    num_blocks: int, input_bytes: int, kept_bytes: int, room_bytes: float, *, hides: bool, most_kept: int
 ) -> ActivationPlan:
     """Share out the memory that is free while all blocks are computed again, from inputs on the host if that hides.
 
@@ -135,11 +141,11 @@ def plan_activations(
         kept_bytes: Size of what a block keeps if it is not computed again.
         room_bytes: What the device has free then, at the peak of a step; negative if too much is taken.
         hides: Whether copies of inputs to the host hide behind the computation.
-        may_keep: Whether a block may keep its activations.
+        most_kept: Most blocks that may keep their activations.
     """
     gib = f"{max(0.0, room_bytes) / 2**30:.2f} GiB are free at the peak, a block keeps {kept_bytes / 2**30:.2f} GiB"
     more_bytes = max(1, kept_bytes + input_bytes * hides)  # a block that is kept has its input on the device, too
-    reach = min(num_blocks, max(0, int(room_bytes // more_bytes))) if may_keep else 0
+    reach = min(num_blocks, most_kept, max(0, int(room_bytes // more_bytes)))
     if not hides:
         missing = max(0, -room_bytes)
         num_offloaded = min(num_blocks, -int(-missing // max(1, input_bytes)))
@@ -154,8 +160,32 @@ def plan_activations(
     return ActivationPlan(num_offloaded=num_blocks - reach - resident, num_recomputed=resident, num_kept=reach, why=gib)
 
 
+class BlockPeers(Protocol):
+    """The ranks that communicate within blocks; see [Note: ranks that decide alike]."""
+
+    def formed(self) -> Hashable:
+        """Return what changes when one of them may have been replaced."""
+        ...
+
+    def least(self, number: int) -> int:
+        """Return the least of their numbers; all of them call it together."""
+        ...
+
+
+class NoPeers:
+    """Of a rank whose blocks do not communicate."""
+
+    def formed(self) -> Hashable:
+        """As in `BlockPeers`."""
+        return 0
+
+    def least(self, number: int) -> int:
+        """As in `BlockPeers`."""
+        return number
+
+
 _Size = tuple[int, ...]
-"""Shape of this rank's part of an input, and the bytes of an element."""
+"""Shape of an input, of which tensor ranks may have a part each, and the bytes of an element."""
 
 
 @dataclass(slots=True)
@@ -164,8 +194,14 @@ class _Measured:
 
     began_after: int
     """Steps of the optimizer before its first forward."""
+    input_bytes: int
+    """Size of this rank's part of an input."""
+    is_measured: bool = False
+    """Whether a block was computed again."""
     kept_bytes: int = 0
     """Most memory that the activations of a block have taken while it was computed again."""
+    room_bytes: float | None = None
+    """What the device has free while all blocks are computed again; None before that is known."""
     plan: ActivationPlan | None = None
 
 
@@ -180,7 +216,9 @@ class AutomaticPlan:
         self,
         device: torch.device,
         *,
-        may_keep: bool = True,
+        recomputes_all: str = "",
+        peers: BlockPeers | None = None,
+        tensor_degree: int = 1,
         measure: Callable[[], DeviceSpeed] | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -188,22 +226,30 @@ class AutomaticPlan:
 
         Args:
             device: Device of the model.
-            may_keep: Whether blocks may keep their activations: if not, all are computed again.
+            recomputes_all: Why no block may keep its activations; empty if they may.
+            peers: The ranks that communicate within blocks; by default, none.
+            tensor_degree: Number of ranks that compute a block together.
             measure: Measures the device when training begins; by default CUDA's, with a product and a copy, in some
                 50 ms.
             memory: Memory of the device; by default CUDA's. Without it, as on a CPU, whose device is the host, all
                 blocks are computed again.
         """
         is_cuda = device.type == "cuda"
-        self._device, self._may_keep = device, may_keep
+        self._device, self._recomputes_all, self._tensor_degree = device, recomputes_all, tensor_degree
+        self._peers, self._decides_alone = peers or NoPeers(), peers is None
+        self._formed = self._peers.formed()
         self._measure = measure or (partial(measured_speed, device) if is_cuda else None)
         self._memory = memory or (CudaMemory(device) if is_cuda else None)
         self._speed: DeviceSpeed | None = None
-        self._width = self._num_blocks = self._num_steps = self._peak = 0
+        self._num_blocks = self._num_steps = self._peak = 0
         self._blocks: list[weakref.ref[nn.Module]] = []
         self._sizes: dict[_Size, _Measured] = {}
-        self._size: _Size = (0,)
+        self._former: dict[_Size, _Measured] = {}
+        """What was known before the last repair."""
+        self._size: _Size = (0, 0)
         """Of the input of the present forward's blocks."""
+        self._input_bytes = 0
+        """Of this rank's part of it."""
         self._plan: ActivationPlan | None = None
         """Of the present forward; None if its size is being measured, or plans do not hold."""
         self._before: dict[int, int] = {}
@@ -253,12 +299,12 @@ class AutomaticPlan:
                 self._before[index] = self._memory.allocated()
             return
         if torch.is_grad_enabled():
-            size = _size_of(args, kwargs)
-            if index == 0 and size is not None:
-                self._begin_forward(size)
-            elif size is not None and size != self._size:
+            block_input = _input_of(args, kwargs)
+            if index == 0 and block_input is not None:
+                self._begin_forward(_size_of(block_input), _local_bytes(block_input))
+            elif block_input is not None and _size_of(block_input) != self._size:
                 self._note_irregular("its blocks have inputs of different shapes")
-            if self._may_keep:
+            if not self._recomputes_all:
                 set_recomputed(block, self._way(index) != "keep")
 
     def _end(self, index: int, _: nn.Module, __: object, output: object) -> None:
@@ -269,6 +315,7 @@ class AutomaticPlan:
         if before is not None and self._is_measuring:
             found = self._sizes[self._size]
             found.kept_bytes = max(found.kept_bytes, self._memory.allocated() - before)
+            found.is_measured = True
         first = output[0] if isinstance(output, tuple) and output else output
         if index == 0 and not is_in_backward() and isinstance(first, Tensor) and first.requires_grad:
             this_pass = _Pass()
@@ -294,32 +341,57 @@ class AutomaticPlan:
             self._is_regular, self._plan = False, None
             _tell(f"activation_offload='auto': all blocks are computed again, since {why}")
 
-    def _begin_forward(self, size: "_Size") -> None:
+    def _begin_forward(self, size: "_Size", input_bytes: int) -> None:
         """Note the size of the input, and decide if all is known that is needed for that."""
         assert self._measure is not None
-        assert self._memory is not None
-        if any(each() is not None for each in self._passes):
+        if (formed := self._peers.formed()) != self._formed:
+            self._formed = formed
+            self._begin_again()
+        if any(each() is not None for each in self._passes) if self._decides_alone else self._passes:
             self._note_irregular("another forward follows before the backward of one")
         self._passes.clear()
-        self._size, self._width = size, size[-2]
+        self._size, self._input_bytes = size, input_bytes
         self._speed = self._speed or self._measure()
         self._plan = self._plan_for(size) if self._is_regular else None
         if self._plan is not None or not self._is_regular:
             return
-        found = self._sizes.setdefault(size, _Measured(self._num_steps))
-        is_measured = bool(found.kept_bytes) or not self._may_keep
-        if not is_measured or self._num_steps - found.began_after < _NUM_STEPS:
-            return
-        self._peak = max(self._peak, self._memory.peak())
-        room = (1 - MARGIN) * self._memory.total() - self._peak
-        self._plan = found.plan = plan_activations(
-            self._num_blocks, math.prod(size), found.kept_bytes, room, hides=self._hides, may_keep=self._may_keep
+        if size not in self._sizes:
+            former = self._former.get(size, _Measured(self._num_steps, input_bytes))
+            self._sizes[size] = replace(former, began_after=self._num_steps, is_measured=False, plan=None)
+        found = self._sizes[size]
+        is_measured = found.is_measured or bool(self._recomputes_all)
+        if is_measured and self._num_steps - found.began_after >= _NUM_STEPS:
+            self._decide(found)
+
+    def _begin_again(self) -> None:
+        """Measure again, since a peer may have been replaced; see [Note: ranks that decide alike]."""
+        self._former |= {size: found for size, found in self._sizes.items() if found.room_bytes is not None}
+        self._sizes.clear()
+        self._passes.clear()
+        self._is_regular, self._plan = True, None
+
+    def _decide(self, found: _Measured) -> None:
+        """Make the plan for the present size, with the peers."""
+        assert self._memory is not None
+        if found.room_bytes is None:
+            self._peak = max(self._peak, self._memory.peak())
+            found.room_bytes = (1 - MARGIN) * self._memory.total() - self._peak
+        hides, least_width = self._hides, self._least_width
+        plan_of = partial(
+            plan_activations, self._num_blocks, found.input_bytes, found.kept_bytes, found.room_bytes, hides=hides
         )
+        own = plan_of(most_kept=0 if self._recomputes_all else self._num_blocks)
+        num_kept = self._peers.least(own.num_kept)
+        plan = own if num_kept == own.num_kept else plan_of(most_kept=num_kept)
+        if plan.num_kept < own.num_kept:
+            plan = replace(plan, why=f"{plan.why}; of the ranks that compute a block together, one has room for fewer")
+        if self._recomputes_all:
+            plan = replace(plan, why=f"{plan.why}; none is kept, since {self._recomputes_all}")
+        self._plan = found.plan = plan
         if len(self._sizes) <= _MOST_TOLD:
-            hides = "copies hide" if self._hides else "copies would not hide"
             _tell(
-                f"activation_offload='auto': {found.plan}; {hides} behind the computation (width {self._width}, and "
-                f"from {self._speed.least_width:.0f} on they do)"
+                f"activation_offload='auto': {plan}; {'copies hide' if hides else 'copies would not hide'} behind the "
+                f"computation (width {self._size[-2]}, and from {least_width:.0f} on they do)"
             )
 
     def _plan_for(self, size: "_Size") -> ActivationPlan | None:
@@ -328,8 +400,16 @@ class AutomaticPlan:
         return plans[min(plans, key=math.prod)] if plans else None
 
     @property
+    def _least_width(self) -> float:
+        """Smallest hidden size with which copies of the present inputs hide behind the computation of blocks."""
+        if self._speed is None:
+            return math.inf
+        part = self._input_bytes / max(1, math.prod(self._size))  # tensor ranks may divide an input
+        return self._speed.least_width * self._tensor_degree * part
+
+    @property
     def _hides(self) -> bool:
-        return self._speed is not None and self._width >= self._speed.least_width
+        return self._size[-2] >= self._least_width
 
     def _way(self, index: int) -> BlockWay:
         if self._plan is None:
@@ -337,14 +417,20 @@ class AutomaticPlan:
         return self._plan.way(index)
 
 
-def _size_of(args: tuple[object, ...], kwargs: dict[str, object]) -> "_Size | None":
-    """Size of the first floating-point tensor that a block is given; None if there is none."""
+def _input_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor | None:
+    """The first floating-point tensor that a block is given; None if there is none."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    first = next((each for each in tensors if each.is_floating_point() and each.dim()), None)
-    if first is None:
-        return None
-    local = first._local_tensor if isinstance(first, DTensor) else first  # pyright: ignore[reportPrivateUsage]
-    return (*local.shape, local.element_size())
+    return next((each for each in tensors if each.is_floating_point() and each.dim()), None)
+
+
+def _size_of(block_input: Tensor) -> "_Size":
+    return (*block_input.shape, block_input.element_size())
+
+
+def _local_bytes(block_input: Tensor) -> int:
+    """Size of this rank's part of an input."""
+    local = block_input._local_tensor if isinstance(block_input, DTensor) else block_input  # pyright: ignore[reportPrivateUsage]
+    return local.numel() * local.element_size()
 
 
 def _is_larger(size: "_Size", other: "_Size") -> bool:

@@ -6,14 +6,15 @@ and once more in backward, so that the logits of one chunk exist at a time. The 
 rounding of sums. The head is called as the module that it is: its parameters may be sharded, and its logits split over
 the vocabulary (`loss_parallel`).
 
-`chunk_loss(model)` does this in a Hugging Face model for causal language modelling, whose code does not change.
+`chunk_loss(model)` does this in a Hugging Face model for causal language modelling, whose code does not change. Where
+it scales or caps its logits before the loss (Cohere, Gemma 2), the same operations are applied to those of a chunk.
 """
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,6 @@ CAUSAL_LOSS = "ForCausalLM"
 _OLDER_NAME = "LMHeadModel"
 """How the names of other causal language models end, for which transformers falls back to that loss."""
 _DEFERS = "_hyperpod_defers"
-_CHANGES_OF_LOGITS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier_scale",
-)
 IGNORED = -100
 """Label of positions without a loss, as in torch and transformers."""
 
@@ -105,41 +97,87 @@ class UnusableLogits(ABC):
         raise ConfigError(cls.refusal(f"{getattr(function, '__name__', function)}(logits)"))
 
 
-class LogitsNotComputed(UnusableLogits):
-    """Stands for the logits of a model whose loss is computed in chunks."""
+Change = Callable[[Tensor], Tensor]
+"""What a model does to its logits before the loss, element by element."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        """Keep what the head would have been given."""
+
+class LogitsNotComputed(UnusableLogits):
+    """Stands for the logits of a model whose loss is computed in chunks.
+
+    Between head and loss a model may multiply and divide them by numbers and take their tanh: these changes are kept,
+    in their order, and applied to the logits of each chunk.
+    """
+
+    def __init__(self, hidden: Tensor, head: nn.Module, changes: tuple[Change, ...] = ()) -> None:
+        """Keep what the head would have been given, and what comes after it."""
         self.hidden = hidden
         """`(batch, tokens, hidden size)`."""
+        self._head = head
+        self._changes = changes
+
+    def of_chunk(self, hidden: Tensor) -> Tensor:
+        """Return the logits `(tokens, vocabulary)` of a chunk `(tokens, hidden size)`, as the loss takes them."""
+        logits = self._head(hidden)
+        for change in self._changes:
+            logits = change(logits)
+        return logits
 
     def contiguous(self) -> Self:
         """Return this object: chunks are contiguous."""
         return self
 
     def float(self) -> Self:
-        """Return this object: the loss of a chunk is computed in float32."""
-        return self
+        """Return what stands for the logits in float32."""
+        return self._followed_by(Tensor.float)
 
-    def __truediv__(self, divisor: object) -> Self:
-        """Return this object if nothing is changed, as where a model's `logits_scaling` is 1."""
-        return self if _is_one(divisor) else _refuse_use("truediv")(self)
+    def tanh(self) -> Self:
+        """Return what stands for the hyperbolic tangent of the logits."""
+        if not self._is_changeable():
+            raise ConfigError(self.refusal("tanh(logits)"))
+        return self._followed_by(torch.tanh)
 
     def __mul__(self, factor: object) -> Self:
-        """Return this object if nothing is changed."""
-        return self if _is_one(factor) else _refuse_use("mul")(self)
+        """Return what stands for the logits times a number."""
+        if not _is_number(factor) or not self._is_changeable():
+            raise ConfigError(self.refusal("mul(logits)"))
+        return self._followed_by(lambda logits: logits * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: object) -> Self:
+        """Return what stands for the logits divided by a number."""
+        if not _is_number(divisor) or not self._is_changeable():
+            raise ConfigError(self.refusal("truediv(logits)"))
+        return self._followed_by(lambda logits: logits / divisor)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return what stands for `torch.tanh(logits)`; other functions need whole logits."""
+        if function is torch.tanh and not kwargs:
+            return args[0].tanh()
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _is_changeable(self) -> bool:
+        """Whether the model has no loss yet: what is done to logits afterwards would need their values."""
+        return vars(self._head)[_DEFERS]
+
+    def _followed_by(self, change: Change) -> Self:
+        return type(self)(self.hidden, self._head, (*self._changes, change))
 
     @classmethod
     def refusal(cls, use: str) -> str:
         """Return the message for a use, such as `logits.mean`."""
         return (
-            f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Leave "
+            f"{use}: the loss is computed in chunks (loss_chunks), so there are no whole logits in training. Before "
+            "its loss a model may multiply and divide them by numbers and take their tanh. For anything else, leave "
             "loss_chunks out, or compute what you need of them from hidden states."
         )
 
 
-def _is_one(number: object) -> bool:
-    return isinstance(number, int | float) and number == 1
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refuse_use(name: str) -> Callable[..., NoReturn]:
@@ -150,8 +188,8 @@ def _refuse_use(name: str) -> Callable[..., NoReturn]:
 
 
 _OPERATORS = (
-    "add radd sub rsub mul rmul truediv rtruediv pow matmul rmatmul neg abs getitem setitem len iter float bool "
-    "eq ne lt le gt ge"
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow matmul rmatmul neg abs getitem setitem "
+    "len iter float bool eq ne lt le gt ge"
 )
 for _name in _OPERATORS.split():
     setattr(UnusableLogits, f"__{_name}__", _refuse_use(_name))
@@ -174,8 +212,9 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
         num_chunks: See `chunked_cross_entropy`.
 
     Raises:
-        ConfigError: The model has another loss or changes its logits before the loss, or its `forward` was replaced in
-            the object. A step raises it if the model has computed its loss in another way.
+        ConfigError: The model has another loss, or its `forward` was replaced in the object. A step raises it if the
+            model has computed its loss in another way, or changes its logits before the loss by other operations than
+            products with numbers, quotients and tanh.
     """
     _check(model)
     kind: Any = type(model)
@@ -209,7 +248,7 @@ def chunk_loss(model: nn.Module, num_chunks: int) -> None:
     of_head = type(head)
 
     def call(self: Any, hidden: Tensor) -> Any:
-        return LogitsNotComputed(hidden) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
+        return LogitsNotComputed(hidden, self) if vars(self)[_DEFERS] else of_head.__call__(self, hidden)
 
     head.__class__ = derived_class(of_head, {"__call__": call})
 
@@ -240,7 +279,7 @@ def _loss_of(
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     reduction = "mean" if num_items_in_batch is None else "sum"
     total = chunked_cross_entropy(
-        head, logits.hidden, targets, num_chunks=num_chunks, ignore_index=ignore_index, reduction=reduction
+        logits.of_chunk, logits.hidden, targets, num_chunks=num_chunks, ignore_index=ignore_index, reduction=reduction
     )
     return total if num_items_in_batch is None else total / num_items_in_batch
 
@@ -251,7 +290,7 @@ def _head_of(model: Any) -> nn.Module:
 
 def _check(model: nn.Module) -> None:
     """Refuse models that are no causal language models of transformers, or whose loss is not that of their logits."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
     if getattr(model, "get_output_embeddings", lambda: None)() is None or not is_causal_language_model(model):
         raise ConfigError(
             f"loss_chunks is for Hugging Face models with a causal language model's loss; {name} has the loss "
@@ -272,11 +311,3 @@ def _check(model: nn.Module) -> None:
         )
     if "loss_function" not in inspect.getsource(type(model).forward):
         raise ConfigError(f"{name} computes its loss itself, which loss_chunks cannot do in chunks. Leave it out.")
-    changes = [
-        f"{key}={value}" for key in _CHANGES_OF_LOGITS if (value := getattr(config, key, None)) not in (None, 1, 1.0)
-    ]
-    if changes:
-        raise ConfigError(
-            f"{name} changes its logits before the loss ({', '.join(changes)}), which loss_chunks would leave out. "
-            "Leave loss_chunks out for this model."
-        )

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 
-from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm import generation_of, group_health
 from hyperpod_plugins.delayed_init import materialize
 from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
@@ -39,12 +39,13 @@ from hyperpod_plugins.parallel.expert_parallel import expert_degree_of, find_exp
 from hyperpod_plugins.parallel.former_parameters import remember_parameters, succeed_parameters
 from hyperpod_plugins.parallel.host_optimizer import keep_on_host
 from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
+from hyperpod_plugins.parallel.sequence_context import DEGREES, ContextDegrees
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.topology import EXPERT
 from hyperpod_plugins.parallel.unit_watch import parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
-from hyperpod_plugins.precision.transformer_engine import TE_RECIPES
+from hyperpod_plugins.precision.transformer_engine import TE_RECIPES, refuse_regions_of_program
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def parallelize(
     if is_sharded:
         apply_offload(model, config)
         explain_save_pretrained(model)
+        refuse_regions_of_program(model, _called_parts(model))
         return model  # already sharded, by the user or by an earlier call
     _tell_of_idle_options(model, config)
     adopted = release_shards(model)
@@ -112,7 +114,7 @@ def parallelize(
     shard_tensors(model, mesh["tensor"], plan, config)
     split_contexts(model, config, mesh["shard"].size())
     use_float8(model, config, torch.device(mesh.device_type))
-    save_activation_memory(model, config, torch.device(mesh.device_type))
+    save_activation_memory(model, config, torch.device(mesh.device_type), groups=_groups_in_blocks(model, mesh))
     shard_experts(experts, mesh, config, averages_replicas=averages_replicas)
     shard_hybrid(model, mesh["replicate", "shard"] if averages_replicas else mesh["shard"], config)
     use_float8_gathers(model, config)
@@ -124,7 +126,18 @@ def parallelize(
     sync_rng_state(mesh["tensor"])
     apply_offload(model, config)
     explain_save_pretrained(model)
+    refuse_regions_of_program(model, _called_parts(model))
     return model
+
+
+def _called_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules of a sharded model that its program may call itself, as in `training_step`, and its FSDP2 units."""
+    called = [model]
+    for part in called:
+        if part is model or isinstance(part, nn.ModuleList | nn.ModuleDict):  # the latter have no forward
+            called += part.children()
+    units = (part for part in model.modules() if parameter_groups(part))
+    return [*dict.fromkeys([*called, *units])]
 
 
 def _tell_of_idle_options(model: nn.Module, config: ParallelConfig) -> None:
@@ -330,8 +343,37 @@ def give_values(model: nn.Module, device: torch.device, config: ParallelConfig) 
     materialize_from_source(model, broadcast, is_source=is_source, device=device, on_host=on_host)
 
 
+def _groups_in_blocks(model: nn.Module, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Groups of the ranks that compute parts of the same samples: those of tensor and of context parallelism."""
+    groups = [mesh["tensor"].get_group()] if mesh["tensor"].size() > 1 else []
+    degrees: ContextDegrees | None = vars(model).get(DEGREES)
+    return groups if degrees is None else [*groups, degrees.group]
+
+
+class _PeersOfGroups:
+    """The ranks of a grid, of whose axes this rank's groups are given, as `BlockPeers`."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._groups, self._device = groups, device
+
+    def formed(self) -> tuple[int, ...]:
+        return tuple(generation_of(group) for group in self._groups)
+
+    def least(self, number: int) -> int:
+        least = torch.tensor(number, device=self._device)
+        with group_health.checks_host_read():
+            for group in self._groups:
+                dist.all_reduce(least, dist.ReduceOp.MIN, group)
+            return min(number, max(0, int(least)))  # after a break, anything may have been received
+
+
 def save_activation_memory(
-    model: nn.Module, config: ParallelConfig, device: torch.device, pool: HostPool | None = None
+    model: nn.Module,
+    config: ParallelConfig,
+    device: torch.device,
+    pool: HostPool | None = None,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
 ) -> ActivationOffload | None:
     """Apply recomputation, offload and chunked loss of `config` to a model that is not sharded yet.
 
@@ -340,6 +382,7 @@ def save_activation_memory(
         config: configuration to apply.
         device: device of the model.
         pool: host memory for the offload; by default one of its own.
+        groups: of the ranks that compute parts of the same samples, with tensor or context parallelism.
 
     Returns:
         The offload; None without.
@@ -374,13 +417,25 @@ def save_activation_memory(
         recompute_blocks(blocks, "selective" if kind == "selective" else "full")
     if not is_offloaded:
         return None
-    has_synced = any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-    degrees = (config.tensor_parallel_degree, config.context_parallel_degree, config.expert_parallel_degree)
-    communicates = has_synced or max(degrees) > 1
+    why = _why_all_are_recomputed(model, config, len(blocks))
+    return attach_offload(blocks, config, device, pool, recomputes_all=why, groups=groups)
+
+
+def _why_all_are_recomputed(model: nn.Module, config: ParallelConfig, num_blocks: int) -> str:
+    """Why no block may keep its activations with `activation_offload="auto"`; empty if they may."""
+    if recomputes_itself(model):
+        return "the model checkpoints its activations itself"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()):
+        return "all ranks would have to decide alike for SyncBatchNorm"
     # Parts that are gathered by themselves would be gathered in another order than on ranks that compute them again.
-    is_nested = len(list(find_blocks(model, config.block_classes))) != len(blocks)
-    may_keep = not (has_own or communicates or is_nested)
-    return attach_offload(blocks, config, device, pool, may_keep=may_keep)
+    if len(list(find_blocks(model, config.block_classes))) != num_blocks:
+        return "parts of blocks are sharded by themselves"
+    if config.expert_parallel_degree > 1:
+        return "the memory of a block depends on the tokens that its experts get in a step (expert_parallel_degree)"
+    styles = () if config.tensor_plan == "auto" else config.tensor_plan.values()
+    if any(isinstance(style, ParallelStyle) for style in styles):
+        return "styles of the program's own in tensor_plan may give ranks inputs of different shapes"
+    return ""
 
 
 def attach_offload(
@@ -389,7 +444,8 @@ def attach_offload(
     device: torch.device,
     pool: HostPool | None = None,
     *,
-    may_keep: bool = False,
+    recomputes_all: str = "the program recomputes its blocks itself",
+    groups: Sequence[dist.ProcessGroup] = (),
 ) -> ActivationOffload:
     """Keep the inputs of recomputed blocks on the host, as `sm_activation_offloading` and its horizon say.
 
@@ -398,10 +454,18 @@ def attach_offload(
         config: configuration to apply.
         device: device of the model.
         pool: host memory; by default one of its own, as large as the configuration allows.
-        may_keep: whether `"auto"` may leave out the recomputation of blocks; not if they communicate.
+        recomputes_all: why `"auto"` may not leave out the recomputation of blocks; empty if it may.
+        groups: see `save_activation_memory`.
     """
     pool = pool or HostPool(device, budget_bytes=config.activation_host_bytes)
-    plan = AutomaticPlan(device, may_keep=may_keep) if config.sm_activation_offloading == "auto" else None
+    plan = None
+    if config.sm_activation_offloading == "auto":
+        plan = AutomaticPlan(
+            device,
+            recomputes_all=recomputes_all,
+            peers=_PeersOfGroups(groups, device) if groups and not recomputes_all else None,
+            tensor_degree=config.tensor_parallel_degree,
+        )
     offload = ActivationOffload(
         device,
         horizon=config.activation_loading_horizon,

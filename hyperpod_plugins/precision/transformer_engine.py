@@ -20,12 +20,17 @@ are refused, with delayed scaling also those that run twice in it. Recomputation
 [Note: evaluations] A forward without gradients, or of a model in eval mode, is in bfloat16 and changes no scales. If a
 backward follows the latter, the model would train in bfloat16, so that backward is refused. A model without dropout is
 trained in float8 in training mode, with its dropout layers in eval mode.
+
+[Note: regions of the program] A program may open a region of its own, with `autocast` or `fp8_autocast`. It has no
+effect on a model without layers of Transformer Engine, which would train in bfloat16 without a word, so such a model
+refuses to run in it with gradients. Around a model that was converted here the region changes nothing: the model opens
+its own inside, and turns the program's off for evaluations. Inside of a region from here, another recipe is refused.
 """
 
 import gc
 import sys
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +54,7 @@ _TOKENS_OF_DELAYED = 8
 """What the numbers of tokens must be multiples of with delayed scaling."""
 TeFormat = Literal["HYBRID", "E4M3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+_PACKAGE = "transformer_engine"
 _KEYS = {"scaling_fwd": "fwd", "scaling_bwd": "bwd"}
 """Names of a layer's two sets of scales in Transformer Engine, and in the names of the buffers here."""
 
@@ -156,6 +162,35 @@ def _check_available(manager: Any, recipe: TeRecipe) -> None:
         raise ConfigError(f"float8_recipe={recipe!r}: Transformer Engine says {reason!r}. {instead}.")
 
 
+def refuse_regions_of_program(model: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Have a model without layers of Transformer Engine refuse to train in a region.
+
+    See [Note: regions of the program]. In a graph of torch.compile the region is not noticed.
+
+    Args:
+        model: after its layers were converted, if they are.
+        parts: those of its modules that a program may call inside of a region.
+    """
+    kinds = {type(part) for part in model.modules()}
+    if any(base.__module__.partition(".")[0] == _PACKAGE for kind in kinds for base in kind.__mro__):
+        return
+    for part in parts:
+        if _refuse_region not in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+            part.register_forward_pre_hook(_refuse_region, prepend=True)
+
+
+def _refuse_region(module: nn.Module, _: object) -> None:
+    if torch.compiler.is_compiling() or f"{_PACKAGE}.pytorch" not in sys.modules or not torch.is_grad_enabled():
+        return
+    if _manager().is_fp8_enabled() and not any(region.is_open for region in _regions.values()):
+        raise ConfigError(
+            f"{type(module).__name__} runs inside of an autocast (fp8_autocast) of Transformer Engine, but has none of "
+            "its layers, so it would train in bfloat16. Set float8_recipe='te-fp8' (in a configuration of SMP fp8: "
+            "true, for Accelerate fp8='te'), which converts its layers and needs no autocast, or leave the autocast "
+            "out (enabled=False)."
+        )
+
+
 @contextmanager
 def float8_region(model: nn.Module) -> Generator[None]:
     """Make what runs inside one region of Transformer Engine, where `model` was converted; else do nothing."""
@@ -178,15 +213,22 @@ class _Region:
         self._is_step = False
         self._context: Any = None
         """Of Transformer Engine; None in an evaluation."""
+        self._without: Any = None
+        """Context of an evaluation that turns off a region of the program."""
         self._ran: set[int] = set()
         self._handled: BaseException | None = None
 
-    def autocast(self) -> Any:
+    @property
+    def is_open(self) -> bool:
+        """Whether the layers that run now compute in float8."""
+        return self._context is not None
+
+    def autocast(self, *, enabled: bool = True) -> Any:
         """Transformer Engine's context, which reduces scales over all ranks, torch's default group."""
         newer = getattr(self._library, "autocast", None)  # since 2.9, which deprecates the other one
         if newer is not None:
-            return newer(enabled=True, recipe=self._recipe)
-        return self._library.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
+            return newer(enabled=enabled, recipe=self._recipe)
+        return self._library.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe)
 
     @contextmanager
     def step(self, model: nn.Module) -> Generator[None]:
@@ -213,7 +255,12 @@ class _Region:
             self._depth = 0
             self._close(reduces=False)
         self._depth += 1
-        if self._depth > 1 or not (model.training and torch.is_grad_enabled()):
+        if self._depth > 1:
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            if _manager().is_fp8_enabled():
+                self._without = self.autocast(enabled=False)
+                self._without.__enter__()
             return
         self._ran.clear()
         self._handled = sys.exc_info()[1]
@@ -231,6 +278,9 @@ class _Region:
             self._close(reduces=sys.exc_info()[1] is self._handled)
 
     def _close(self, *, reduces: bool) -> None:
+        without, self._without = self._without, None
+        if without is not None:
+            without.__exit__(None, None, None)
         context, self._context, self._handled = self._context, None, None
         if context is not None:
             with nullcontext() if reduces else torch.no_grad():
@@ -272,6 +322,12 @@ class _Region:
                     "model as a whole, in training mode and without recomputation, or use float8_recipe='tensorwise'."
                 )
             return
+        if (recipe := _manager().get_fp8_recipe()) != self._recipe:
+            raise ConfigError(
+                f"float8_recipe={self._name!r}: a layer runs inside of an autocast (fp8_autocast) of the program with "
+                f"another recipe, {recipe}, than {self._recipe}. Leave the autocast out, and give its options by "
+                "float8_recipe and te_scaling."
+            )
         tokens, unit = given.shape[:-1].numel(), _TOKENS_OF_DELAYED if self._is_delayed else SIDE_OF_BLOCKS
         if tokens % unit:
             raise ConfigError(

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import context
+from benchmarks import context, memory
 from benchmarks.data_restart import CONTENDERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -41,6 +42,15 @@ def test_ways_to_save_memory_compute_the_same_and_fit_eight_times_the_tokens(tmp
     assert max(peaks[1:]) < peaks[0]
     assert {round(sample["loss"], 5) for sample in samples} == {round(samples[0]["loss"], 5)}
     assert longest["tokens"] >= 8 * samples[0]["tokens"]
+
+
+def test_chunks_tiles_and_offload_train_eight_times_the_tokens_in_the_memory_of_a_plain_step():
+    plain, *_, last = memory.WAYS
+    tokens, device = 192, torch.device("cpu")
+    wanted, found = memory.run(plain, tokens, device), memory.run(last, 8 * tokens, device)
+    assert found.peak_mib <= wanted.peak_mib
+    theory_mib = (memory.LAYERS - 1) * found.tokens * memory.WIDTH * 4 / 2**20  # the last layer keeps its input
+    assert 0.95 * theory_mib <= found.stored_mib <= theory_mib
 
 
 @pytest.mark.variant

@@ -1,4 +1,4 @@
-"""Benchmarks of one GPU: how contenders take turns, without a model; and all of them on the CPU, small."""
+"""Benchmarks of one GPU: how contenders take turns, without a model; and each of them on the CPU, small."""
 
 import argparse
 import json
@@ -138,32 +138,35 @@ def test_an_offload_that_computes_with_other_inputs_is_noticed(monkeypatch, load
     assert limit.measured == f"{2 * (held == 'met')} equal, 0.5 MiB offloaded"  # of 3 blocks, at 1 KiB a token
 
 
+SMALL = {
+    offload: {"recompute", "none", "Accelerate offload", "torch save_on_cpu", "recompute + offload"},
+    chunks_and_tiles: {"whole", "chunked loss", "tiled MLP", "chunked loss + tiled MLP"},
+    fp8: {"bfloat16", "tensorwise", "rowwise"},
+    delayed_load: {"whole", "device_map", "delayed"},
+    memory_plan: set(memory_plan.WAYS),
+}
+
+
 @pytest.mark.slow_single
-def test_all_of_them_run_small_on_a_cpu(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("benchmark", SMALL, ids=[each.__name__.rpartition(".")[2] for each in SMALL])
+def test_it_runs_small_on_a_cpu(benchmark, tmp_path, capsys, monkeypatch):
+    names, path = SMALL[benchmark], tmp_path / "out.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        fp8.main([])  # in full they need a GPU
-    ways = {
-        offload: {"recompute", "none", "Accelerate offload", "torch save_on_cpu", "recompute + offload"},
-        chunks_and_tiles: {"whole", "chunked loss", "tiled MLP", "chunked loss + tiled MLP"},
-        fp8: {"bfloat16", "tensorwise", "rowwise"},
-        delayed_load: {"whole", "device_map", "delayed"},
-        memory_plan: set(memory_plan.WAYS),
-    }
-    for benchmark, names in ways.items():
-        path = tmp_path / f"{benchmark.__name__}.json"
-        assert benchmark.main(["--quick", "--json", str(path)]) == 0
-        document = json.loads(path.read_text())
-        found = document["findings"]
-        assert {each["way"] for each in found["samples"]} == names
-        assert all({run["name"] for run in each["runs"]} == names for each in document["comparisons"])
-        assert found["left"].keys() == ({"transformers offload"} if benchmark is offload else set())
-        if benchmark is offload:
-            assert (found["limits"][0]["held"], "3 steps" in found["limits"][0]["what"]) == ("met", True)
-        if benchmark is memory_plan:
-            assert [each["held"] for each in found["limits"]] == ["met"] * len(names)
-        tolerance = 1e-2 if benchmark is fp8 else 1e-6
-        for tokens in {each["tokens"] for each in found["samples"]}:
-            losses = [each["loss"] for each in found["samples"] if each["tokens"] == tokens]
-            assert losses == pytest.approx([losses[0]] * len(losses), rel=tolerance)
-    assert "tensorwise: 1.15 times as fast as bfloat16" in capsys.readouterr().out
+        benchmark.main([])  # in full it needs a GPU
+    assert benchmark.main(["--quick", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    found = document["findings"]
+    assert {each["way"] for each in found["samples"]} == names
+    assert all({run["name"] for run in each["runs"]} == names for each in document["comparisons"])
+    assert found["left"].keys() == ({"transformers offload"} if benchmark is offload else set())
+    if benchmark is offload:
+        assert (found["limits"][0]["held"], "3 steps" in found["limits"][0]["what"]) == ("met", True)
+    if benchmark is memory_plan:
+        assert [each["held"] for each in found["limits"]] == ["met"] * len(names)
+    if benchmark is fp8:
+        assert "tensorwise: 1.15 times as fast as bfloat16" in capsys.readouterr().out
+    tolerance = 1e-2 if benchmark is fp8 else 1e-6
+    for tokens in {each["tokens"] for each in found["samples"]}:
+        losses = [each["loss"] for each in found["samples"] if each["tokens"] == tokens]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=tolerance)

@@ -1,11 +1,13 @@
 """What blocks do with their activations when `activation_offload="auto"`: by sizes and room, and measured in steps."""
 
 import logging
+import re
 import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory import ActivationOffload, recompute_blocks
@@ -46,7 +48,7 @@ def test_the_width_from_which_copies_hide():
 )
 def test_room_is_shared_out(room_gib, hides, ways):
     """32 blocks, inputs of 0.25 GiB, activations of 5 GiB."""
-    plan = plan_activations(32, GIB // 4, 5 * GIB, room_gib * GIB, hides=hides)
+    plan = plan_activations(32, GIB // 4, 5 * GIB, room_gib * GIB, hides=hides, most_kept=32)
     assert (plan.num_offloaded, plan.num_recomputed, plan.num_kept) == ways
     assert [plan.way(index) for index in range(32)] == [
         *["offload"] * ways[0],
@@ -55,10 +57,15 @@ def test_room_is_shared_out(room_gib, hides, ways):
     ]
 
 
-def test_without_leave_to_keep_all_are_computed_again():
-    plan = plan_activations(32, GIB // 4, 5 * GIB, 160 * GIB, hides=True, may_keep=False)
-    assert (plan.num_offloaded, plan.num_recomputed, plan.num_kept) == (0, 32, 0)
-    assert str(plan) == "blocks computed again: 32; 160.00 GiB are free at the peak, a block keeps 5.00 GiB"
+@pytest.mark.parametrize(
+    ("most_kept", "room_gib", "ways"),
+    [(0, 160, (0, 32, 0)), (7, 160, (0, 25, 7)), (7, 38, (20, 5, 7)), (40, 47.3, (23, 0, 9))],
+)
+def test_no_more_are_kept_than_may_be(most_kept, room_gib, ways):
+    plan = plan_activations(32, GIB // 4, 5 * GIB, room_gib * GIB, hides=True, most_kept=most_kept)
+    assert (plan.num_offloaded, plan.num_recomputed, plan.num_kept) == ways
+    if not most_kept:
+        assert str(plan) == "blocks computed again: 32; 160.00 GiB are free at the peak, a block keeps 5.00 GiB"
 
 
 class Block(nn.Module):
@@ -91,7 +98,7 @@ class Device:
 class Job:
     """A chain of blocks, trained with memory that is counted."""
 
-    def __init__(self, speed=None, may_keep=True):
+    def __init__(self, speed=None, **options):
         torch.manual_seed(0)
         self.blocks = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)])
         self.optimizer = torch.optim.Adam(self.blocks.parameters())
@@ -99,7 +106,7 @@ class Job:
         self.device, self.offload = Device(self.tracker), None
         if speed is not None:
             recompute_blocks([*self.blocks])
-            plan = AutomaticPlan(CPU, may_keep=may_keep, measure=lambda: speed, memory=self.device)
+            plan = AutomaticPlan(CPU, measure=lambda: speed, memory=self.device, **options)
             pool = UncountedPool(CPU, self.tracker)
             self.offload = ActivationOffload(CPU, pool=pool, min_bytes=1, goes_to_host=plan.goes_to_host)
             self.offload.attach([*self.blocks])
@@ -175,10 +182,63 @@ def test_copies_that_do_not_hide_are_made_only_if_nothing_else_fits():
     assert short.step() == (NUM_BLOCKS, 2)
 
 
-def test_blocks_that_communicate_are_all_computed_again():
-    job = Job(FAST_LINK, may_keep=False)
+def test_why_all_blocks_are_computed_again_is_told(caplog):
+    job = Job(FAST_LINK, recomputes_all="something forbids it")
     job.device.bytes = 1 << 40
     assert [job.step() for _ in range(3)] == [(NUM_BLOCKS, NUM_BLOCKS - 1)] * 2 + [(NUM_BLOCKS, 0)]
+    assert "; none is kept, since something forbids it; copies hide behind" in caplog.text
+
+
+@pytest.mark.parametrize(("tensor_degree", "num_offloaded"), [(1, NUM_BLOCKS - 1), (2, NUM_BLOCKS - 1), (4, 0)])
+def test_copies_hide_behind_this_ranks_part_of_the_computation(tensor_degree, num_offloaded):
+    """Half of a block of width 64 takes as long as one of width 32, and its input is copied as a whole."""
+    speed = DeviceSpeed(flops=12 * 30.0, bytes_per_s=1.0)  # copies hide from width 30 on
+    assert Job(speed, tensor_degree=tensor_degree).step() == (NUM_BLOCKS, num_offloaded)
+
+
+class Peers:
+    """Other ranks, of which the fullest has room for some blocks."""
+
+    def __init__(self, least=NUM_BLOCKS):
+        self.generation, self.most, self.asked = 0, least, []
+
+    def formed(self):
+        return self.generation
+
+    def least(self, number):
+        self.asked.append(number)
+        return min(number, self.most)
+
+
+def test_ranks_that_communicate_in_blocks_keep_as_many_as_the_fullest_and_begin_again_after_a_repair(caplog):
+    peers = Peers(least=2)
+    job = Job(FAST_LINK, peers=peers)
+    job.device.bytes = 1 << 40
+    wanted = [(NUM_BLOCKS, NUM_BLOCKS - 1)] * 2 + [(NUM_BLOCKS - 2, 0)] * 2
+    assert [job.step() for _ in range(4)] == wanted
+    assert peers.asked == [NUM_BLOCKS]
+    assert "blocks kept: 2, computed again: 4; " in caplog.text
+    assert "of the ranks that compute a block together, one has room for fewer" in caplog.text
+    job.device.bytes = 0  # that blocks were kept since leaves less of it, and is no reason to keep fewer
+    peers.generation = 1
+    assert [job.step() for _ in range(4)] == wanted
+    assert peers.asked == [NUM_BLOCKS] * 2
+
+
+def test_ranks_that_communicate_in_blocks_do_not_ask_which_graphs_are_alive():
+    """A graph may be garbage on one of them, and not yet on another one."""
+    peers = Peers()
+    alone, job = Job(FAST_LINK), Job(FAST_LINK, peers=peers)
+    for each in (alone, job):
+        each.device.bytes = 1 << 40
+        for _ in range(2):
+            each.step()
+        assert each.step() == (0, 0)
+        each.blocks(torch.randn(ROWS, WIDTH))  # and no backward
+    assert alone.step() == (0, 0)
+    assert job.step() == (NUM_BLOCKS, NUM_BLOCKS - 1)
+    peers.generation = 1
+    assert [job.step() for _ in range(3)] == [(NUM_BLOCKS, NUM_BLOCKS - 1)] * 2 + [(0, 0)]
 
 
 def test_each_size_is_measured_and_a_smaller_one_takes_the_plan_of_a_larger_one():
@@ -297,9 +357,25 @@ class Stage(nn.Module):
         return self.blocks(x)
 
 
-@pytest.mark.parametrize(("classes", "may_keep"), [(("Stage",), True), (("Stage", "Block"), False)])
-def test_models_whose_parts_are_gathered_by_themselves_keep_nothing(classes, may_keep, monkeypatch):
-    """In their backward, FSDP2 would gather the parts in another order than on ranks that compute them again."""
+OF_STAGES = {"block_classes": ("Stage",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (OF_STAGES, ""),
+        # In their backward, FSDP2 would gather the parts in another order than on ranks that compute them again.
+        ({"block_classes": ("Stage", "Block")}, "parts of blocks are sharded by themselves"),
+        (OF_STAGES | {"tensor_parallel_degree": 2, "tensor_plan": {"*.up": "colwise", "*.down": "rowwise"}}, ""),
+        (
+            OF_STAGES | {"tensor_parallel_degree": 2, "tensor_plan": {"*.up": ColwiseParallel()}},
+            "styles of the program",
+        ),
+        (OF_STAGES | {"context_parallel_degree": 2}, ""),
+        (OF_STAGES | {"expert_parallel_degree": 2}, r"depends on the tokens .* \(expert_parallel_degree\)"),
+    ],
+)
+def test_models_of_which_no_block_can_keep_its_activations(options, why, monkeypatch):
     seen = []
 
     def noted(device, **options):
@@ -307,9 +383,12 @@ def test_models_whose_parts_are_gathered_by_themselves_keep_nothing(classes, may
         return AutomaticPlan(device)
 
     monkeypatch.setattr(sys.modules["hyperpod_plugins.parallel.parallelize"], "AutomaticPlan", noted)
-    config = ParallelConfig.of(activation_offload="auto", block_classes=classes)
+    config = ParallelConfig.of(activation_offload="auto", **options)
     save_activation_memory(nn.Sequential(Stage(), Stage()), config, CPU)
-    assert seen == [{"may_keep": may_keep}]
+    [given] = seen
+    assert re.search(why, given["recomputes_all"])
+    assert bool(given["recomputes_all"]) == bool(why)
+    assert given["tensor_degree"] == config.tensor_parallel_degree
 
 
 def train_ranks_that_differ():
@@ -355,6 +434,75 @@ def test_ranks_may_keep_different_blocks(run_ranks):
         assert found["full"][0] == everything
         assert found["auto"][0] == (everything[:2] + [2 * NUM_BLOCKS] * 2 if rank else everything)
         assert all(map(torch.equal, found["full"][1], found["auto"][1]))
+
+
+TOGETHER = {
+    "tensors 2, shards 2": {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2},
+    "tensors 2, split stream": {"tensor_parallel_degree": 2, "sequence_parallel": True},
+    "contexts 2, tensors 2": {"tensor_parallel_degree": 2, "context_parallel_degree": 2},
+}
+
+
+def train_together(name, kind):
+    """Losses, parameters and numbers of recomputed blocks of a Llama; only the device of rank 3 is nearly full."""
+    import torch.distributed as dist
+    import transformers
+
+    from hyperpod_plugins.parallel import build_mesh, parallelize
+    from hyperpod_plugins.parallel.hsdp import local_part
+
+    tracker, plans = TrackedMemory(), []
+    device = Device(tracker)
+    device.bytes = 1 << 40
+
+    def with_device(kind, **options):
+        plans.append(AutomaticPlan(kind, measure=lambda: SLOW_LINK, memory=device, **options))
+        return plans[-1]
+
+    sys.modules[parallelize.__module__].AutomaticPlan = with_device
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    own = {"activation_offload": "auto"} if kind == "auto" else {"activation_checkpointing": "full"}
+    config = ParallelConfig.of(TOGETHER[name] | own)
+    topology = config.topology(4)
+    parallelize(model, build_mesh(topology, "cpu"), config)
+    optimizer, counts, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), [0], []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: counts.append(counts.pop() + is_in_backward()))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + topology.data_rank(dist.get_rank()))
+        tokens = torch.randint(50, (2, 15 + step % 2), generator=generator)  # two sizes, one of which is not divisible
+        with tracker:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(0)
+        if kind == "auto" and dist.get_rank() == 3:
+            kept = max(each.kept_bytes for each in plans[-1]._sizes.values())
+            device.bytes = int((tracker.peak + 2.5 * kept) / (1 - MARGIN))
+    return losses, [local_part(each).detach().clone() for each in model.parameters()], counts[:-1]
+
+
+def train_all_together():
+    import torch.distributed as dist
+
+    dist.init_process_group("hyperpod")
+    return {name: [train_together(name, kind) for kind in ("full", "auto")] for name in TOGETHER}
+
+
+@pytest.mark.spawns
+def test_ranks_that_compute_a_block_together_keep_the_same_ones(run_ranks):
+    pytest.importorskip("transformers")
+    for rank, found in enumerate(run_ranks(train_all_together, world_size=4, timeout_s=240)):
+        for name, (wanted, kept) in found.items():
+            assert kept[0] == wanted[0], name
+            assert all(map(torch.equal, kept[1], wanted[1])), name
+            assert wanted[2] == [4, 4, 4]
+            computes_with_rank_3 = rank >= 2 or name.startswith("contexts")
+            assert kept[2] == [4, 4, 2 if computes_with_rank_3 else 0], (name, rank)
 
 
 def test_a_cpu_is_the_host(caplog):

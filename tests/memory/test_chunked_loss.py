@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import operator
 import types
 
 import pytest
@@ -197,6 +198,98 @@ def test_models_of_other_kinds_with_the_same_loss(build):
     )
 
 
+LARGE = 20.0
+"""The standard deviation of the head's weights, with which caps and scales matter."""
+
+
+def changes_its_logits(name, **options):
+    """A model of a type whose forward scales or caps its logits."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        name, vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, use_cache=False, pad_token_id=0, **options,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=LARGE)
+    return model
+
+
+CHANGED = {
+    "capped": ("gemma2", "final_logit_softcapping", 3.0),
+    "capped, of Gemma 3": ("gemma3_text", "final_logit_softcapping", 5.0),
+    "multiplied": ("cohere", "logit_scale", 0.0625),
+    "multiplied, of Cohere 2": ("cohere2", "logit_scale", 0.25),
+    "divided": ("granite", "logits_scaling", 7.0),
+    "capped by another function": ("recurrent_gemma", "logits_soft_cap", 9.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CHANGED)
+def test_logits_that_a_model_scales_or_caps(case, dtype):
+    name, key, value = CHANGED[case]
+    plain, model = (changes_its_logits(name, **{key: value}).to(dtype) for _ in range(2))
+    other = changes_its_logits(name, **{key: 2 * value}).to(dtype)
+    chunk_loss(model, 4)
+    wanted = plain(tokens(), labels=tokens()).loss
+    rows = largest_logits(lambda: model(tokens(), labels=tokens()).loss.backward())
+    found = model(tokens(), labels=tokens()).loss.detach()
+    wanted.backward()
+    assert rows <= TOKENS / 2 + 1
+    assert_close(found, wanted.detach())
+    for one, another in zip(plain.parameters(), model.parameters(), strict=True):
+        if dtype == torch.float32:
+            assert_close(another.grad, one.grad)
+        else:  # gradients of the head are sums over chunks, each rounded
+            assert (another.grad - one.grad).abs().max() <= 2e-2 * one.grad.abs().max()
+    assert abs(float(other(tokens(), labels=tokens()).loss.detach() / found) - 1) > 1e-2  # so the value matters
+
+
+class Changing(transformers.LlamaForCausalLM):
+    """Changes its logits before the loss by a function that tests put there."""
+
+    def forward(self, input_ids, labels=None):
+        logits = self.change(self.lm_head(self.model(input_ids).last_hidden_state))
+        return self.loss_function(logits, labels, VOCABULARY), logits
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda logits: logits * torch.tensor(2.0), "mul"),
+        (lambda logits: torch.tensor(2.0) * logits, "mul"),
+        (lambda logits: logits / nn.Parameter(torch.ones(())), "truediv"),
+        (lambda logits: logits * True, "mul"),
+        (lambda logits: operator.imul(logits, 2.0), "imul"),
+        (lambda logits: operator.itruediv(logits, 2.0), "itruediv"),
+        (lambda logits: 2.0 / logits, "rtruediv"),
+        (lambda logits: logits + torch.zeros(VOCABULARY), "add"),
+        (lambda logits: torch.tanh(logits, out=torch.zeros(1)), "tanh"),
+        (torch.sigmoid, "sigmoid"),
+        (lambda logits: logits[..., :VOCABULARY], "getitem"),
+    ],
+)
+def test_other_changes_of_logits_are_refused(change, named):
+    model = Changing(tiny_llama().config).train()
+    model.loss_type, model.change = "ForCausalLM", change
+    chunk_loss(model, 4)
+    with pytest.raises(ConfigError, match=rf"{named}\(logits\): .* Before its loss a model may multiply and divide"):
+        model(tokens(), tokens())
+
+
+def test_changes_of_logits_are_applied_in_the_order_of_the_model():
+    model = Changing(tiny_llama().config).train()
+    model.loss_type = "ForCausalLM"
+    model.change = lambda logits: 3 * (logits.contiguous() / 0.01).tanh().float() * 0.5
+    wanted, _ = model(tokens(), tokens())
+    chunk_loss(model, 4)
+    found, logits = model(tokens(), tokens())
+    assert_close(found.detach(), wanted.detach())
+    for use in (lambda: logits * 2, lambda: logits / 2, logits.tanh, lambda: torch.tanh(logits)):
+        with pytest.raises(ConfigError, match=r"\(logits\): the loss is computed in chunks"):
+            use()  # there is a loss already
+
+
 def test_losses_that_are_computed_in_another_way_are_refused():
     """As libraries of kernels do, which replace the forward of an object, or of a class."""
     model = tiny_llama()
@@ -252,12 +345,6 @@ def test_models_whose_loss_would_be_another_one_are_refused():
     )
     with pytest.raises(ConfigError, match=r"computes its loss itself|is for Hugging Face models"):
         chunk_loss(transformers.BartForCausalLM(bart), 4)
-    config = transformers.Gemma2Config(
-        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, vocab_size=VOCABULARY, final_logit_softcapping=30.0,
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"changes its logits before the loss \(final_logit_softcapping=30"):
-        chunk_loss(transformers.Gemma2ForCausalLM(config), 4)
     with pytest.raises(ConfigError, match="is for Hugging Face models"):
         chunk_loss(nn.Linear(2, 2), 4)
     for wrong in ({"num_chunks": 0}, {"num_chunks": 2, "reduction": "none"}):

@@ -70,6 +70,40 @@ def make_tied_llama():
     return make_llama(tied=True)
 
 
+def make_capped():
+    """Gemma 2, with a cap of logits that is far from linear for them."""
+    return make_changing("gemma2", final_logit_softcapping=0.5)
+
+
+def make_scaled():
+    return make_changing("cohere", logit_scale=8.0)
+
+
+def make_changing(name, **options):
+    """A model that changes its logits before the loss."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        use_cache=False,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_config(config).train()
+
+    def loss(tokens):
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return model, loss
+
+
 class PlainBlock(nn.Module):
     """A feed-forward block named as in the Llama reference code, with a norm and biases."""
 
@@ -109,6 +143,7 @@ def make_plain():
 
 
 MODELS = {"llama": make_llama, "tied llama": make_tied_llama, "plain": make_plain}
+CHANGING = {"capped": make_capped, "scaled": make_scaled}
 
 
 def batches():
@@ -226,16 +261,25 @@ MEMORY_LAYOUTS = {
 }
 
 
+OF_CHANGED_LOGITS = {
+    "capped": ("hsdp 2x2, offload, chunks, tiles", "tp 2 x shard 2, offload, chunks, parallel loss"),
+    "scaled": ("tp 2 x shard 2, offload, chunks, parallel loss",),
+}
+
+
 def train_with_little_memory():
     dist.init_process_group("hyperpod")
     cases = [(model, name) for model in ("llama", "tied llama") for name in MEMORY_LAYOUTS]
-    results = {case: train_on_mesh(MODELS[case[0]], MEMORY_LAYOUTS[case[1]]) for case in cases}
+    cases += [(model, name) for model in CHANGING for name in OF_CHANGED_LOGITS[model]]
+    makes = MODELS | CHANGING
+    results = {case: train_on_mesh(makes[case[0]], MEMORY_LAYOUTS[case[1]]) for case in cases}
     return results if dist.get_rank() == 0 else None
 
 
 @pytest.mark.spawns
 def test_recomputed_offloaded_chunked_and_tiled_steps_equal_one_process(run_ranks):
-    results = run_ranks(train_with_little_memory, world_size=4, timeout_s=240)[0]
-    alone = {model: train_alone(MODELS[model]) for model in ("llama", "tied llama")}
+    results = run_ranks(train_with_little_memory, world_size=4, timeout_s=320)[0]
+    makes = MODELS | CHANGING
+    alone = {model: train_alone(makes[model]) for model in ("llama", "tied llama", *CHANGING)}
     for (model, layout), result in results.items():
         assert_equal(result, alone[model], f"{model}, {layout}", of_losses=5e-7, of_norms=5e-7)

@@ -224,6 +224,45 @@ def test_layers_outside_of_a_region_or_twice_in_it_are_refused(library):
         model(torch.ones(16, 16))
 
 
+@pytest.mark.filterwarnings("ignore:fp8_autocast is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["autocast", "fp8_autocast"])
+def test_a_region_of_the_program_around_the_model_changes_nothing(library, name):
+    import hyperpod_plugins.precision.transformer_engine as ours
+
+    region, x = getattr(library, name), torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    found = []
+    for own in (nullcontext, region):
+        library.FP8GlobalStateManager.reset()
+        ours._trained.clear()
+        model, _ = converted()
+        for _ in range(3):
+            with own():
+                result = model(x)
+            result.square().mean().backward()
+        with torch.no_grad(), own():  # left with gradients, it would reduce
+            assert torch.equal(model(x), made()(x))  # nothing is cast in an evaluation
+        found.append([result, *(each.grad for each in model.parameters()), *model.buffers()])
+    assert not torch.equal(found[0][0], made()(x))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert (library.FP8GlobalStateManager.enabled, library.FP8GlobalStateManager.depth) == (False, 0)
+
+
+def test_a_region_of_the_program_with_another_recipe_inside_of_ours_is_refused(library):
+    from transformer_engine.common.recipe import DelayedScaling
+
+    from hyperpod_plugins.precision.transformer_engine import float8_region
+
+    model, _ = converted()
+    with float8_region(model), library.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        model(torch.ones(16, 16))
+    with (
+        pytest.raises(ConfigError, match=r"inside of an autocast .* with another recipe, .*len=16.* than .*len=4"),
+        float8_region(model),
+        library.autocast(recipe=DelayedScaling(amax_history_len=16)),
+    ):
+        model(torch.ones(16, 16))
+
+
 def test_scales_that_the_library_replaces_are_refused(library):
     model, _ = converted()
     state = model[1].down.fp8_meta["scaling_bwd"]
@@ -376,12 +415,74 @@ def test_the_keys_of_hyperpods_recipes():
             ParallelConfig.of(wrong)
 
 
-def fit():
+class Nets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleDict({"net": made()})
+
+    def forward(self, x, region=nullcontext, blocks_only=False):
+        net = self.nets["net"]
+        if blocks_only:
+            x = net[0](x)
+            with region():
+                return net[1](x)
+        with region():
+            return net(x)
+
+
+def refuse_in_regions():
+    """Check each way to train in a program's region without layers of the library, and what is allowed."""
+    sys.path.insert(0, STAND_INS)
+    import transformer_engine.pytorch as library
+
+    from hyperpod_plugins.precision.transformer_engine import refuse_regions_of_program
+
+    dist.init_process_group("hyperpod")
+    config = ParallelConfig(precision="bf16-mixed", block_classes=("Block",))
+    mesh = build_mesh(config.topology(dist.get_world_size()), "cpu")
+    x, model = torch.ones(16, 16), parallelize(Nets(), mesh, config)
+    wanted, match = model(x), r"has none of its layers.*Set float8_recipe='te-fp8'"
+    with library.autocast(), pytest.raises(ConfigError, match=f"^FSDPNets runs inside.*{match}"):
+        model(x)
+    with pytest.raises(ConfigError, match=f"^FSDPBlock runs inside.*{match}"):
+        model(x, library.autocast, blocks_only=True)
+    with pytest.raises(ConfigError, match=f"^Sequential runs inside.*{match}"):
+        model(x, library.autocast)
+    with library.autocast(enabled=False):
+        assert torch.equal(model(x), wanted)
+    with library.autocast(), torch.no_grad():
+        assert torch.equal(model(x), wanted)
+    own = library.Linear(16, 16, device="cpu")
+    refuse_regions_of_program(own, [own])  # a layer of the program's own computes in float8
+    with library.autocast():
+        assert own(x).isfinite().any()
+    library.FP8GlobalStateManager.reset()
+    num_hooks = len(model._forward_pre_hooks)
+    parallelize(model, mesh, config)
+    assert len(model._forward_pre_hooks) == num_hooks
+    other = made()
+    convert_linears(other, "te-mxfp8", CPU, blocks=[other[1]])
+    with pytest.raises(ConfigError, match="has none of its layers"), library.autocast():
+        model(x)
+    beside = []
+    other[0].register_forward_pre_hook(lambda *_: beside.append(model(x)))  # in the region of another network
+    other(torch.ones(32, 16))
+    return torch.equal(beside[0], wanted)
+
+
+@pytest.mark.spawns
+def test_a_region_around_a_model_without_layers_of_the_library_is_refused():
+    """It would train in bfloat16 without a word."""
+    assert run_ranks(refuse_in_regions, world_size=2) == [True, True]
+
+
+def fit(is_region_of_program=False, recipe="te-fp8"):
     import lightning.pytorch as pl
 
     from hyperpod_plugins import HyperPodStrategy
 
     sys.path.insert(0, STAND_INS)
+    from transformer_engine.pytorch import autocast
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -389,7 +490,8 @@ def fit():
             self.net = made()
 
         def training_step(self, batch, index):
-            return self.net(batch).float().square().mean()  # not self(...)
+            with autocast() if is_region_of_program else nullcontext():
+                return self.net(batch).float().square().mean()  # not self(...)
 
         def validation_step(self, batch, index):
             self.net(batch)
@@ -397,9 +499,8 @@ def fit():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    strategy = HyperPodStrategy(
-        float8_recipe="te-fp8", block_classes=("Block",), te_scaling={"amax_history_len": 4}, hybrid_shard_degree=1
-    )
+    scaling = {"te_scaling": {"amax_history_len": 4}} if recipe == "te-fp8" else {}
+    strategy = HyperPodStrategy(float8_recipe=recipe, block_classes=("Block",), hybrid_shard_degree=1, **scaling)
     trainer = pl.Trainer(
         strategy=strategy,
         precision="bf16-mixed",
@@ -415,6 +516,10 @@ def fit():
     module = Module()
     data = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(data, batch_size=16)
+    if is_region_of_program:
+        with pytest.raises(ConfigError) as refusal:
+            trainer.fit(module, loader, loader)
+        return str(refusal.value)
     trainer.fit(module, loader, loader)
     assert trainer.global_step == 3
     buffers = {name: each.clone() for name, each in module.named_buffers()}
@@ -429,6 +534,15 @@ def test_a_step_of_lightning_is_a_region():
     assert len(first) == 16
     assert all(torch.equal(each, second[name]) for name, each in first.items())
     assert not torch.equal(first["net.1.up.fp8_scale_fwd"], torch.ones(3))
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("recipe", "match"), [("none", "Sequential runs inside of an autocast"), ("te-fp8", "with another recipe")]
+)
+def test_a_region_of_the_program_inside_a_step_of_lightning_is_refused(recipe, match):
+    for refusal in run_ranks(fit, True, recipe, world_size=2, timeout_s=120):
+        assert match in refusal
 
 
 def train():

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "recovery"))
@@ -20,6 +21,7 @@ from hyperpod_plugins import RecoveryOptions
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.memory import offload
+from hyperpod_plugins.memory.activation_plan import AutomaticPlan, DeviceSpeed
 from hyperpod_plugins.parallel.checkpoint.dcp_storage import CheckedWriter
 from hyperpod_plugins.recovery.entries import Entries
 from hyperpod_plugins.recovery.local_state import LocalStates
@@ -524,12 +526,33 @@ def float8():
     finish(session, net, loss=float(loss))
 
 
+class DeviceOfRank:
+    """A device with room for one block on every second rank, and for all on the others."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def total(self):
+        return 2000 if dist.get_rank() % 2 else 1 << 40
+
+    def allocated(self):
+        self.num_asked += 1
+        return 1000 * self.num_asked  # asked before a block is computed again, and then
+
+    def peak(self):
+        return 0
+
+
 def saving():
     """Offload, loss in chunks and MLPs in tiles."""
     import transformers  # takes seconds, which the other loops need not wait for
 
     offload.MIN_BYTES = 1
-    session = Session(global_batch_size=8, activation_offload=True, loss_chunks=3, mlp_tiles=3, **OPTIONS)
+    if OPTIONS.get("activation_offload") == "auto":
+        module = sys.modules["hyperpod_plugins.parallel.parallelize"]
+        speed = DeviceSpeed(flops=1.0, bytes_per_s=1e-9)
+        module.AutomaticPlan = partial(AutomaticPlan, measure=lambda: speed, memory=DeviceOfRank())
+    session = Session(global_batch_size=8, loss_chunks=3, mlp_tiles=3, **({"activation_offload": True} | OPTIONS))
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, use_cache=False

@@ -131,6 +131,20 @@ def test_offload_chunks_and_tiles_with_tensor_parallelism(tmp_path):
     assert_equal(wanted, found, 4)
 
 
+def test_tensor_parallel_ranks_keep_the_same_blocks_again_after_a_repair(tmp_path):
+    """A replacement knows nothing of its memory yet, and its peer must not keep a block that it computes again."""
+    pytest.importorskip("transformers")
+    options = {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}
+    faults = [["compute", 3, 1, "kill"], ["computed", 6, 2, "raise"], ["committed", 8, 3, "kill"]]
+    wanted = run(tmp_path / "wanted", "saving", options=options)
+    found = run(tmp_path / "found", "saving", faults, options=options | {"activation_offload": "auto"})
+    assert (wanted.code, found.code, found.num_faults) == (0, 0, 3), found.output[-6000:]
+    decided = "activation_offload='auto': blocks kept: 1, computed again: 2; "
+    assert found.output.count(decided) == 3  # in the third step, and two steps after each repair but the last
+    assert found.output.count("of the ranks that compute a block together, one has room for fewer") == 3
+    assert_equal(wanted, found, 4)
+
+
 @pytest.mark.parametrize(
     ("faults", "options"),
     [

@@ -189,6 +189,42 @@ def test_keys_of_float8_mean_transformer_engine():
         assert "does not go with float8_recipe='te-fp8'" in "".join(told) or rank
 
 
+def in_a_region(config):
+    """What a script with `fp8_autocast` around its forward is told."""
+    sys.path.append(STAND_INS)
+    script = load_script()
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch import fp8_autocast
+
+    from hyperpod_plugins.errors import ConfigError
+
+    warnings.simplefilter("ignore")
+    script.tsm.init(config)
+    torch.manual_seed(SEED)
+    wrapped = script.FullyShardedDataParallel(
+        script.LlamaForCausalLM(script.model_config()),
+        auto_wrap_policy=partial(script.transformer_auto_wrap_policy, transformer_layer_cls={script.LlamaDecoderLayer}),
+        mixed_precision=script.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    tokens = script.samples(0, script.tsm.state.dp_rank)
+    recipe = DelayedScaling(amax_history_len=32, amax_compute_algo="max")
+    try:
+        with fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=dist.group.WORLD):
+            loss = wrapped(input_ids=tokens, labels=tokens).loss
+    except ConfigError as error:
+        return str(error)
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.spawns
+def test_a_region_of_the_script_needs_the_key_of_float8():
+    asked, without = run_ranks(in_a_region, {"fp8": True}, world_size=1), run_ranks(in_a_region, {}, world_size=1)
+    assert 1 < asked[0] < 10
+    assert "LlamaForCausalLM runs inside of an autocast (fp8_autocast) of Transformer Engine" in without[0]
+    assert "in a configuration of SMP fp8: true" in without[0]
+
+
 def more_of_it(folder):
     """What one pair of ranks can show of the rest; a list of what went wrong."""
     import functools

@@ -5,7 +5,7 @@ import pickle
 import torch
 from torch import nn
 
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast  # noqa: F401
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, fp8_autocast  # noqa: F401
 
 
 class DelayedScalingRecipeState:

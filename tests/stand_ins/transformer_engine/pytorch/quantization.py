@@ -1,9 +1,12 @@
 """State of the process: which recipe is on, and the scales of all layers, reduced when a region is left."""
 
+import warnings
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+
+from transformer_engine.common.recipe import DelayedScaling
 
 
 class FP8GlobalStateManager:
@@ -25,6 +28,14 @@ class FP8GlobalStateManager:
     @classmethod
     def is_nvfp4_available(cls):
         return cls.is_available_in_blocks
+
+    @classmethod
+    def is_fp8_enabled(cls):
+        return cls.enabled
+
+    @classmethod
+    def get_fp8_recipe(cls):
+        return cls.recipe
 
     @classmethod
     def is_first_fp8_module(cls):
@@ -65,9 +76,16 @@ class FP8GlobalStateManager:
 FP8GlobalStateManager.reset()
 
 
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+    warnings.warn(
+        "fp8_autocast is deprecated and will be removed in a future release.", DeprecationWarning, stacklevel=2
+    )
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
 class autocast:
     def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
-        self.enabled, self.recipe = enabled, recipe
+        self.enabled, self.recipe = enabled, DelayedScaling() if recipe is None else recipe
 
     def __enter__(self):
         manager = FP8GlobalStateManager
