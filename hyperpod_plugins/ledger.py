@@ -10,6 +10,7 @@ Lines of a killed process end somewhere, the last one perhaps in its middle. `re
 """
 
 import atexit
+import itertools
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from typing import Any, Final, TypeVar, cast, final
 
 import torch
 
+from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.events import Event, listen
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class Ledger:
         self._forgets_in_children = False
         self._told_open_s = 0.0
         """When the last line `open` was written; of the thread that writes."""
+        self._entry_numbers = itertools.count()
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
@@ -149,6 +152,23 @@ class Ledger:
         self._end_listening = listen(self.note_event)
         self.is_active = True
         atexit.register(self.close)
+
+    def open_without_recovery(self, rank: int, *, waited_s: Callable[[], float] = _nothing_waited) -> bool:
+        """Open the ledger for one entry of a program that trains without recovery; return whether it was not open.
+
+        It is written to a file if HYPERPOD_EVENTS names a folder.
+
+        Args:
+            rank: of this process.
+            waited_s: see `open`.
+        """
+        if self.is_active:
+            return False
+        folder = events_folder()
+        path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
+        self.open(path, {"run_id": "", "worker_id": rank}, waited_s=waited_s)
+        self.write("entry", entry=next(self._entry_numbers))
+        return True
 
     def _begin(self, identity: Mapping[str, Any]) -> None:
         """Begin with the start of this process."""
@@ -469,7 +489,8 @@ def goodput_metrics() -> dict[str, float]:
     Returns:
         `goodput`: the part of its time in steps that count, in `0..1`; `ettr`: the part of its time after the set-up
         that failures and changes of size have not cost; `world_size` and `generation` where they are known; and
-        `seconds/CATEGORY`. Empty if no ledger is open: set HYPERPOD_EVENTS, or use the callback `GoodputMonitor`.
+        `seconds/CATEGORY`. Empty if no ledger is open: set HYPERPOD_EVENTS for a job of `hyperpodrun` or a `Session`,
+        use the callback `GoodputMonitor`, or give `log_with` to the Accelerator of a `HyperPodPlugin`.
     """
     totals = ledger.totals() if ledger.is_active else {}
     whole_s = sum(totals.values())

@@ -3,23 +3,16 @@
 # The strategy alone knows whether recovery books the time.
 # pyright: reportPrivateUsage=false
 
-import itertools
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.ledger import TimeCategory, goodput_metrics, ledger
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
 from hyperpod_plugins.lightning.samples_read import samples_of_batch
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
-
-_fit_numbers = itertools.count()
-"""Of the fits of this process whose time this callback has booked."""
 
 
 class GoodputMonitor(Callback):
@@ -50,11 +43,7 @@ class GoodputMonitor(Callback):
         """Open a ledger if there is none, and add to the progress bar."""
         if stage != "fit":
             return
-        if not ledger.is_active:
-            folder, rank = events_folder(), trainer.global_rank
-            path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
-            ledger.open(path, {"run_id": "", "worker_id": rank})
-            ledger.write("entry", entry=next(_fit_numbers))
+        if ledger.open_without_recovery(trainer.global_rank):
             self._has_opened = True
             self._books = not (isinstance(trainer.strategy, HyperPodStrategy) and trainer.strategy._recovery.is_active)
         if self._books:
