@@ -60,12 +60,21 @@ def samples_of_batch(trainer: Trainer, batch_index: int, *, begins_at: int = 0) 
         return None
     loader = loaders[0]
     if isinstance(loader, StatefulLoader):
-        return loader.batch_sampler.micro_step_size(batch_index)
+        return _micro_step_size(loader, batch_index)
     if isinstance(loader, SkipBatches):
         loader, begins_at = loader.loader, 0
     coordinates = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
     size = _batch_size(loader, batch_index - begins_at, coordinates["num_replicas"])
     return None if size is None else size * coordinates["num_replicas"]
+
+
+def _micro_step_size(loader: StatefulLoader, index: int) -> int | None:
+    """Number of samples of the batch over all ranks; None if the Trainer counts other batches than the loader."""
+    sampler = loader.batch_sampler
+    try:
+        return sampler.micro_step_size(index) if sampler.step_size(index) > 0 else None
+    except IndexError:
+        return None
 
 
 def _batch_size(loader: Any, index: int, num_data_ranks: int) -> int | None:
