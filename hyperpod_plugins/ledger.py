@@ -6,10 +6,12 @@ together, a few times a second, so a step pays for some readings of the clock an
 
 A file has, for each process, one line `process`, then lines `step` (a committed step, with the
 seconds of each category since the line before), `time` (the same without a step), `event` (an `Event`), and `end`.
+The loss of a step that a device computes has a line `loss` of its own, as the host does not wait for it.
 Lines of a killed process end somewhere, the last one perhaps in its middle. `report.run_files` reads them.
 """
 
 import atexit
+import itertools
 import json
 import logging
 import math
@@ -20,13 +22,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, final
 
 import torch
 
+from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.events import Event, listen
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,29 @@ LEDGER_FORMAT: Final = 1
 _WRITE_EVERY_S = 0.25
 _OPEN_S, _OPEN_SHARE = 1.0, 0.05
 """A line says that a category is open after a second, and again each time that 5 % more have passed: of a killed
-process little is unknown."""
+process little is known otherwise."""
+_MAX_QUEUED_LOSSES = 64
+_LAST_LOOKS, _BETWEEN_LOOKS_S = 200, 0.005
+"""How often and how long a ledger that is closed looks for the last losses."""
+
+DeviceCopy = tuple[torch.Tensor, Callable[[], bool]]
+"""A tensor in host memory, and whether the device has written it."""
+
+
+def _copy_from_cuda(value: torch.Tensor) -> DeviceCopy | None:
+    """Queue a copy of a tensor of one value to pinned memory; None while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value.reshape(()), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(value.device))
+    return host, event.query
+
+
+COPIERS: dict[str, Callable[[torch.Tensor], DeviceCopy | None]] = {"cuda": _copy_from_cuda}
+"""For each device type that has a queue: function that queues a copy of one value to the host. Losses on other devices
+but the CPU are not read."""
 
 
 class TimeCategory(StrEnum):
@@ -83,6 +108,15 @@ def _nothing_waited() -> float:
     return 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _QueuedLoss:
+    """The loss of a step that is on its way from a device."""
+
+    step: int
+    value: torch.Tensor
+    is_there: Callable[[], bool]
+
+
 @final
 class Ledger:
     """Books the time of a process's main thread by category, and writes it to a file; inactive until it is opened.
@@ -103,6 +137,7 @@ class Ledger:
         self._details: dict[str, Any] = {}
         self._result: Any = None
         """What `note_loss` was given since the last step."""
+        self._queued_losses: deque[_QueuedLoss] = deque(maxlen=_MAX_QUEUED_LOSSES)
         self._waited_s, self._waited_before_s = _nothing_waited, 0.0
         self._lines: deque[Mapping[str, Any]] = deque()
         self._to_unix_s = 0.0
@@ -113,6 +148,7 @@ class Ledger:
         self._forgets_in_children = False
         self._told_open_s = 0.0
         """When the last line `open` was written; of the thread that writes."""
+        self._entry_numbers = itertools.count()
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
@@ -150,6 +186,23 @@ class Ledger:
         self.is_active = True
         atexit.register(self.close)
 
+    def open_without_recovery(self, rank: int, *, waited_s: Callable[[], float] = _nothing_waited) -> bool:
+        """Open the ledger for one entry of a program that trains without recovery; return whether it was not open.
+
+        It is written to a file if HYPERPOD_EVENTS names a folder.
+
+        Args:
+            rank: of this process.
+            waited_s: see `open`.
+        """
+        if self.is_active:
+            return False
+        folder = events_folder()
+        path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
+        self.open(path, {"run_id": "", "worker_id": rank}, waited_s=waited_s)
+        self.write("entry", entry=next(self._entry_numbers))
+        return True
+
     def _begin(self, identity: Mapping[str, Any]) -> None:
         """Begin with the start of this process."""
         now_s = time.monotonic()
@@ -166,6 +219,12 @@ class Ledger:
             return
         self._book()
         self._settle()
+        for _ in range(_LAST_LOOKS):
+            self._write_losses()
+            if not self._queued_losses:
+                break
+            threading.Event().wait(_BETWEEN_LOOKS_S)
+        self._queued_losses.clear()  # of a device that hangs
         self._lines.append({"kind": "end", "at_s": self._unix(self._since_s)})
         self.is_active = False
         self._end_listening()
@@ -176,6 +235,7 @@ class Ledger:
     def _forget(self) -> None:
         """In a forked process: this ledger is its parent's."""
         self._opened_as = None
+        self._queued_losses.clear()
         if self.is_active:
             self.is_active = False
             self._end_listening()
@@ -247,7 +307,8 @@ class Ledger:
     def note_loss(self, result: Any) -> None:
         """Add the loss to the line of the present step: a number, a tensor of one, or what a dict calls `loss`.
 
-        It is read in `commit`: while an optimizer writes, nothing may fail, and nothing may wait for a device.
+        It is read in `commit`: while an optimizer writes, nothing may fail, and nothing may wait for a device. If a
+        device has it, `commit` does not wait either: it queues a copy, and a later step writes what has arrived.
         """
         if self.is_active:
             self._result = result
@@ -260,7 +321,32 @@ class Ledger:
         self._category = TimeCategory.OTHER
         details, self._details = self._details, {}
         result, self._result = self._result, None
-        self._settle({"step": step} | _loss_in(result) | details)
+        self._write_losses()
+        self._settle({"step": step} | self._loss_in(step, result) | details)
+
+    def _loss_in(self, step: int, result: Any) -> dict[str, float | None]:
+        """The loss in a program's result, as a detail of a step; empty if there is none, or a device has it."""
+        try:
+            value = _loss_of(result)
+            if isinstance(value, torch.Tensor) and value.device.type in COPIERS:
+                copy = COPIERS[value.device.type](value)
+                self._queued_losses.extend([] if copy is None else [_QueuedLoss(step, *copy)])
+            elif value is not None:
+                return {"loss": _finite(float(value))}
+        except Exception:  # whatever the program's own types raise, its step is committed
+            log.debug("the loss of a step cannot be read", exc_info=True)
+        return {}
+
+    def _write_losses(self) -> None:
+        """Write the losses that have arrived from a device."""
+        queued = self._queued_losses
+        try:
+            while queued and queued[0].is_there():
+                loss = queued.popleft()
+                self.write("loss", step=loss.step, loss=_finite(float(loss.value)))
+        except RuntimeError:  # of the device, which fails the program as well
+            log.debug("a loss cannot be read from its device", exc_info=True)
+            queued.clear()
 
     def note_world(self, **world: int) -> None:
         """Write rank, number of ranks and the like, if they have changed."""
@@ -409,29 +495,22 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def _loss_in(result: Any) -> dict[str, float | None]:
-    """The loss in a program's result, as a detail of a step; empty if there is none that can be read."""
-    try:
-        value = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(value, torch.Tensor):
-            value = _number_in(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return {"loss": float(value) if math.isfinite(value) else None}
-    except Exception:  # whatever the program's own types raise, its step is committed
-        log.debug("the loss of a step cannot be read", exc_info=True)
-    return {}
+def _loss_of(result: Any) -> torch.Tensor | float | None:
+    """The loss in a program's result: a number or a plain tensor of one value; None if there is none to be read.
 
-
-def _number_in(value: torch.Tensor) -> float | None:
-    """The number of a tensor of one value; None for one of which this rank has a part, as that would communicate."""
+    A loss of which this rank has a part is not read, as that would communicate.
+    """
+    value = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
     placements = getattr(value, "placements", None)
     if placements is not None:
         if not all(each.is_replicate() for each in placements):
             return None
         value = cast(Any, value).to_local()
-    if value.numel() != 1 or value.is_complex() or value.is_meta:
+    if value.numel() != 1 or value.is_complex() or not (value.is_cpu or value.device.type in COPIERS):
         return None
-    return float(value.detach())
+    return value.detach()
 
 
 def _is_torn(file: int) -> bool:
@@ -469,7 +548,8 @@ def goodput_metrics() -> dict[str, float]:
     Returns:
         `goodput`: the part of its time in steps that count, in `0..1`; `ettr`: the part of its time after the set-up
         that failures and changes of size have not cost; `world_size` and `generation` where they are known; and
-        `seconds/CATEGORY`. Empty if no ledger is open: set HYPERPOD_EVENTS, or use the callback `GoodputMonitor`.
+        `seconds/CATEGORY`. Empty if no ledger is open: set HYPERPOD_EVENTS for a job of `hyperpodrun` or a `Session`,
+        use the callback `GoodputMonitor`, or give `log_with` to the Accelerator of a `HyperPodPlugin`.
     """
     totals = ledger.totals() if ledger.is_active else {}
     whole_s = sum(totals.values())

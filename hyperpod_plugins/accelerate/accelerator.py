@@ -6,6 +6,7 @@
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from hyperpod_plugins.accelerate.prepare import (
     FiniteStepCheck,
     HyperPodOptimizer,
     HyperPodScheduler,
+    LoopTime,
     shard_with_optimizers,
     wrap_forward,
 )
@@ -88,6 +90,7 @@ class HyperPodAccelerator(Accelerator):
             )
         self._data_group: dist.ProcessGroup | None = None
         self._has_begun = False
+        self._time = LoopTime()
         self._reach: Callable[[str], object] = lambda phase: None
         if self._config.delayed_init:
             delay_transformers()
@@ -121,6 +124,9 @@ class HyperPodAccelerator(Accelerator):
         is_free = self.device.type == "cpu"  # elsewhere the host would wait for the norm of the gradients
         finite = FiniteCheck(plugin.non_finite if session is None else "off", waits_anyway=is_free)
         self._check = FiniteStepCheck(finite, lambda: parameters_of(self._optimizers).values())
+        if session is None and self.log_with:
+            topology = self.topology
+            self._time.begin(rank=self.process_index, world_size=self.num_processes, replicas=topology.replicate_degree)
         if session is not None:
             self._reach = session.reach
             session.when_moved(lambda: self._moved(session.topology))
@@ -234,13 +240,12 @@ class HyperPodAccelerator(Accelerator):
         parallelize(model, self.mesh, self._config)
 
     def _wrap_forward(self, model: nn.Module) -> None:
-        if self.native_amp:
-            wrap_forward(model, self._forward_context, returns_float32=True)
-        elif self._config.loss_parallel:
-            wrap_forward(model, self._forward_context, returns_float32=False)
+        if self.native_amp or self._config.loss_parallel or self._time.is_active:
+            wrap_forward(model, partial(self._forward_context, model), returns_float32=self.native_amp)
 
     @contextmanager
-    def _forward_context(self) -> Generator[None]:
+    def _forward_context(self, model: nn.Module) -> Generator[None]:
+        self._time.note_forward(model)
         autocast = get_mixed_precision_context_manager(self.native_amp, cast("Any", self.autocast_handler))
         with loss_parallel_context(self._config), autocast:
             yield
@@ -275,7 +280,9 @@ class HyperPodAccelerator(Accelerator):
         for model in self._models if len(self._models) == 1 else ():  # others may hold the rest of its parameters
             replace_stale_parameters([optimizer], model, num_ranks=self.num_processes)
         placed = self.device_placement if device_placement is None else device_placement
-        prepared = HyperPodOptimizer(optimizer, check=self._check, device_placement=placed, scaler=self.scaler)
+        prepared = HyperPodOptimizer(
+            optimizer, check=self._check, time=self._time, device_placement=placed, scaler=self.scaler
+        )
         self._optimizers.append(prepared)
         return prepared
 
@@ -296,6 +303,12 @@ class HyperPodAccelerator(Accelerator):
         return prepared
 
     @override
+    def end_training(self) -> None:
+        """End the trackers, and the booking of time for `goodput_metrics`."""
+        super().end_training()
+        self._time.end()
+
+    @override
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerate does; a rehearsed job may lose a rank as it begins."""
         self._reach("save_state")
@@ -314,6 +327,7 @@ class HyperPodAccelerator(Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide the loss by the accumulation steps and run backward, in the context in which it was computed."""
         self._check.note_loss(loss)
+        self._time.note_backward()
         with loss_parallel_context(self._config):
             super().backward(loss, **kwargs)
 

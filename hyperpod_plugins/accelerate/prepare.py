@@ -9,13 +9,16 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyperpod_plugins.accelerate.compat import AcceleratedOptimizer, AcceleratedScheduler, convert_outputs_to_fp32
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.errors import ConfigError
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.finite import FiniteCheck, RankFiniteCheck
 from hyperpod_plugins.parallel.former_parameters import succeed_parameters
@@ -155,18 +158,66 @@ class FiniteStepCheck:
         return self._may_update
 
 
+class LoopTime:
+    """Books the time of a loop without a `Session` for `goodput_metrics`; inactive until `begin`.
+
+    A step lasts from a forward pass in training until the optimizer's step. What this does not see, such as waiting
+    for data, is `OTHER`. Nothing is written: the number of the step is not known where a run is resumed.
+    """
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self._has_gradients, self._num_steps = False, 0
+
+    def begin(self, *, rank: int, world_size: int, replicas: int) -> None:
+        """Begin to book, unless something else in this process does."""
+        if ledger.is_active:
+            return
+        ledger.open(None, {"run_id": "", "worker_id": rank}, waited_s=lambda: runtime.waiting.total_s)
+        ledger.note_world(rank=rank, world_size=world_size, replicas=replicas, generation=0)
+        self.is_active = True
+
+    def note_forward(self, model: nn.Module) -> None:
+        """The model computes a batch of the training, or an evaluation."""
+        if self.is_active:
+            is_training = model.training and torch.is_grad_enabled()
+            ledger.enter(TimeCategory.STEP if is_training else TimeCategory.EVALUATION)
+
+    def note_backward(self) -> None:
+        """There are gradients for an optimizer."""
+        self._has_gradients = True
+
+    def end_batch(self, *, is_step: bool) -> None:
+        """An optimizer was asked to step; `is_step`: at the end of an accumulation window."""
+        has_gradients, self._has_gradients = self._has_gradients, False
+        if not (self.is_active and has_gradients):
+            return
+        if is_step:
+            self._num_steps += 1
+            ledger.commit(self._num_steps)
+        else:
+            ledger.enter(TimeCategory.OTHER)
+
+    def end(self) -> None:
+        """End booking."""
+        if self.is_active:
+            self.is_active = False
+            ledger.close()
+
+
 class HyperPodOptimizer(AcceleratedOptimizer):
     """An optimizer whose arithmetic runs on local shards, bypassing DTensor dispatch.
 
     Args:
         optimizer: the torch optimizer, also the attribute `optimizer`.
         check: checks each step before it is made.
+        time: is told of each step.
         **options: arguments of `AcceleratedOptimizer`.
     """
 
-    def __init__(self, optimizer: Optimizer, *, check: FiniteStepCheck, **options: Any) -> None:
+    def __init__(self, optimizer: Optimizer, *, check: FiniteStepCheck, time: LoopTime, **options: Any) -> None:
         super().__init__(optimizer, **options)
-        self._check = check
+        self._check, self._time = check, time
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -178,10 +229,12 @@ class HyperPodOptimizer(AcceleratedOptimizer):
             NonFiniteError: see `HyperPodPlugin`; nothing was updated.
         """
         if not self.gradient_state.sync_gradients:
+            self._time.end_batch(is_step=False)
             return
         self._is_overflow = closure is None and not self._check.allows_update(self.optimizer)
         if not self._is_overflow:
             step_locally(self.optimizer, closure or _nothing)
+        self._time.end_batch(is_step=True)
 
 
 class HyperPodScheduler(AcceleratedScheduler):

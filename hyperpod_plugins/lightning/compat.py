@@ -111,6 +111,7 @@ def _put_back(owner: object, name: str, former: Callable[..., Any] | None) -> No
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.fabric.utilities.seed import reset_seed
@@ -128,6 +129,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks.weight_averaging import WeightAveraging
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision, TransformerEnginePrecision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -157,6 +159,7 @@ else:
 
     SLURMEnvironment = _get(f"{_fabric}.plugins.environments", "SLURMEnvironment")
     TorchElasticEnvironment = _get(f"{_fabric}.plugins.environments", "TorchElasticEnvironment")
+    DistributedSamplerWrapper = _get(f"{_fabric}.utilities.distributed", "DistributedSamplerWrapper")
     init_dist_connection = _get(f"{_fabric}.utilities.distributed", "_init_dist_connection")
     optimizers_to_device = _get(f"{_fabric}.utilities.optimizer", "_optimizers_to_device")
     reset_seed = _get(f"{_fabric}.utilities.seed", "reset_seed")
@@ -169,6 +172,7 @@ else:
     Trainer = _get(_pl, "Trainer")
     WeightAveraging = _get(f"{_pl}.callbacks.weight_averaging", "WeightAveraging")
     CSVLogger = _get(f"{_pl}.loggers", "CSVLogger")
+    DataLoaderIterDataFetcher = _get(f"{_pl}.loops.fetchers", "_DataLoaderIterDataFetcher")
     LightningOptimizer = _get(f"{_pl}.core.optimizer", "LightningOptimizer")
     HalfPrecision = _get(f"{_pl}.plugins.precision", "HalfPrecision")
     MixedPrecision = _get(f"{_pl}.plugins.precision", "MixedPrecision")
@@ -193,6 +197,8 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CombinedLoader",
+    "DataLoaderIterDataFetcher",
+    "DistributedSamplerWrapper",
     "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",

@@ -60,6 +60,7 @@ from hyperpod_plugins.lightning.reentry import (
     rest_of_epoch,
     take_micro_steps,
 )
+from hyperpod_plugins.lightning.samples_read import note_samples
 from hyperpod_plugins.lightning.saving_hooks import SavingHooks, refuse_interleaved_hooks
 from hyperpod_plugins.lightning.shown_values import ShownValues
 from hyperpod_plugins.lightning.trainer_entries import ENTRY, entries, rehearse_fit, save_entry_end
@@ -839,6 +840,7 @@ class FitRecovery(NullFitRecovery):
     def _commit(self, commit: Callable[[Any], Any], result: Any) -> Any:
         self.window.begin_commit()
         ledger.note_loss(result)
+        note_samples(self.trainer, self.window.num_micro_steps)
         return commit(result)
 
     def _notice_collective(self) -> None:

@@ -3,22 +3,16 @@
 # The strategy alone knows whether recovery books the time.
 # pyright: reportPrivateUsage=false
 
-import itertools
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.ledger import TimeCategory, goodput_metrics, ledger
 from hyperpod_plugins.lightning.compat import Callback, LightningModule, Trainer, original
 from hyperpod_plugins.lightning.compat import override as override_method
+from hyperpod_plugins.lightning.samples_read import samples_of_batch
 from hyperpod_plugins.lightning.strategy import HyperPodStrategy
-
-_fit_numbers = itertools.count()
-"""Of the fits of this process whose time this callback has booked."""
 
 
 class GoodputMonitor(Callback):
@@ -38,6 +32,10 @@ class GoodputMonitor(Callback):
         """Whether this callback has opened the ledger, and whether it books the time: no recovery does."""
         self._num_steps = 0
         """Optimizer steps that have been seen."""
+        self._num_samples: int | None = 0
+        """Samples that all ranks have read since the last of them; None if that is not certain."""
+        self._epoch_begins_at: int | None = None
+        """Index of the first batch of this process in the present epoch; None before that."""
         self._end_saves = self._end_shown = _nothing
 
     @override
@@ -45,11 +43,7 @@ class GoodputMonitor(Callback):
         """Open a ledger if there is none, and add to the progress bar."""
         if stage != "fit":
             return
-        if not ledger.is_active:
-            folder, rank = events_folder(), trainer.global_rank
-            path = None if folder is None else Path(folder, f"worker-{rank}-0.0-{os.getpid()}.jsonl")
-            ledger.open(path, {"run_id": "", "worker_id": rank})
-            ledger.write("entry", entry=next(_fit_numbers))
+        if ledger.open_without_recovery(trainer.global_rank):
             self._has_opened = True
             self._books = not (isinstance(trainer.strategy, HyperPodStrategy) and trainer.strategy._recovery.is_active)
         if self._books:
@@ -62,14 +56,21 @@ class GoodputMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The set-up is over."""
-        self._num_steps = trainer.global_step
+        self._num_steps, self._num_samples, self._epoch_begins_at = trainer.global_step, 0, None
         if self._books:
             ledger.note_world(rank=trainer.global_rank, world_size=trainer.world_size, replicas=1, generation=0)
             ledger.enter(TimeCategory.DATA_WAIT)
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Batches are counted from the beginning."""
+        self._epoch_begins_at = None
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there, and a step or a part of one begins."""
+        if self._epoch_begins_at is None:
+            self._epoch_begins_at = batch_idx
         if self._books:
             ledger.enter(TimeCategory.STEP)
 
@@ -80,14 +81,23 @@ class GoodputMonitor(Callback):
         """Book a step that has been taken, and log."""
         is_step, self._num_steps = trainer.global_step > self._num_steps, trainer.global_step
         if self._books:
+            self._count_samples(trainer, batch_idx)
             if is_step:
                 ledger.note_loss(outputs)
+                if self._num_samples is not None:
+                    ledger.note(samples=self._num_samples)
                 ledger.commit(trainer.global_step)
+                self._num_samples = 0
             ledger.enter(TimeCategory.DATA_WAIT)
         if is_step and trainer.is_global_zero and trainer.global_step % self._every_num_steps == 0:
             metrics = {f"{self._prefix}{name}": value for name, value in goodput_metrics().items()}
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _count_samples(self, trainer: Trainer, batch_idx: int) -> None:
+        """Count those of a batch, of which a step may have several."""
+        found = samples_of_batch(trainer, batch_idx, begins_at=self._epoch_begins_at or 0)
+        self._num_samples = None if self._num_samples is None or found is None else self._num_samples + found
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

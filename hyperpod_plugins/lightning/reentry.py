@@ -366,6 +366,11 @@ class SkipBatches:
         self._epoch = self._present_epoch
 
     @property
+    def loader(self) -> Any:
+        """The loader of whole epochs."""
+        return self._loader
+
+    @property
     def _present_epoch(self) -> int:
         epochs: Any = self._trainer.fit_loop.epoch_progress
         return epochs.current.processed

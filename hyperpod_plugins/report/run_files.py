@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ MAX_LINE_BYTES = 1 << 20
 _TOLERANCE_S = 1e-3
 """Difference between a line's seconds and the time since the line before that is rounding."""
 _MAX_TEXT = 2000
+_LATE_LOSS_SPANS = 1000
+"""A loss belongs to one of so many spans before it."""
 _OVERLAP_S = 5.0
 """Clocks of two nodes may differ by so much."""
 _MAX_S = 1e11
@@ -312,6 +314,8 @@ class ProcessReader:
                 self._add(at_s, _seconds(fields))
             case "step":
                 self._add(at_s, _seconds(fields), self._step(fields))
+            case "loss":
+                self._add_loss(_whole(fields, "step"), _loss(fields))
             case "open":
                 self._open = at_s, _category(fields["category"])
                 record.has_ended = False
@@ -340,16 +344,22 @@ class ProcessReader:
                 pass  # of a later version that says more
 
     def _step(self, fields: Mapping[str, Any]) -> StepLine:
-        loss = fields.get("loss")
         return StepLine(
             entry=self._entry,
             number=_whole(fields, "step"),
             waited_s=max(0.0, _number(fields, "waited_s")),
-            loss=None if loss is None else _number(fields, "loss"),
+            loss=_loss(fields),
             samples=_whole(fields, "samples") if "samples" in fields else None,
             world_size=self._world_size,
             generation=self._generation,
         )
+
+    def _add_loss(self, number: int, loss: float | None) -> None:
+        """Add a loss that was not known yet when its step was written, some steps before."""
+        for span in itertools.islice(reversed(self.record.spans), _LATE_LOSS_SPANS):
+            if span.step is not None and span.step.number == number and span.step.loss is None:
+                span.step = replace(span.step, loss=loss)
+                return
 
     def _add(self, at_s: float, seconds: dict[str, float], step: StepLine | None = None) -> None:
         """Add a span up to `at_s`, and one of `OTHER` before it if a line is missing between."""
@@ -390,6 +400,10 @@ def _number(fields: Mapping[str, Any], name: str) -> float:
     if not math.isfinite(value):
         raise ValueError(name)
     return float(value)
+
+
+def _loss(fields: Mapping[str, Any]) -> float | None:
+    return None if fields.get("loss") is None else _number(fields, "loss")
 
 
 def _time(fields: Mapping[str, Any]) -> float:

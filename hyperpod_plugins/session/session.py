@@ -608,7 +608,8 @@ class Session:
             transactions = loop.transactions = PlainSteps()
         begins_at, self._begins_at = self._begins_at, Position()
         if not isinstance(self._member, Member):
-            yield from loop.run(begins_at)
+            with transactions.booked(self._context):
+                yield from loop.run(begins_at)
             return
         entries, is_over = self._entries, False
         entries.member = self._member if transactions.recovers else None

@@ -5,7 +5,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
@@ -13,11 +14,14 @@ from torch.distributed import DistError
 from typing_extensions import override
 
 from hyperpod_plugins.comm import group_health
+from hyperpod_plugins.comm.runtime import runtime
 from hyperpod_plugins.elastic.membership.admission import arm
 from hyperpod_plugins.elastic.membership.elastic_spec import ElasticSpec, publish_elastic_spec
 from hyperpod_plugins.elastic.membership.restart_policy import NOT_NEEDED
 from hyperpod_plugins.elastic.process import program_end
+from hyperpod_plugins.env import events_folder
 from hyperpod_plugins.errors import DeviceHung, LoopError, PeerLost, RecoveryError, StateLost
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.recovery import Member, RecoveryOptions, Repair, SavedCheckpoints, Snapshot
 from hyperpod_plugins.recovery.attributes import ATTRIBUTES
 from hyperpod_plugins.recovery.buffer_states import BufferStates
@@ -62,6 +66,10 @@ class PlainSteps:
     """Spec to publish as soon as lost processes are replaced; None for a job that does not change its size."""
     has_left = False
     """Whether this process has left the job for good: its later steps are plain ones."""
+    _num_committed = 0
+    """Committed steps of the loop; not counted with recovery."""
+    _books = False
+    """Whether these steps are in the ledger, which recovery would write otherwise."""
 
     @property
     def recovers(self) -> bool:
@@ -94,6 +102,23 @@ class PlainSteps:
 
     def begin_at(self, committed: int, resumed_from: str) -> None:
         """Set the number of committed steps, and record the checkpoint that the loop was resumed from, if any."""
+        self._num_committed = committed
+
+    @contextmanager
+    def booked(self, context: LoopContext) -> Generator[None]:
+        """Context of a loop in which the ledger books the time of this process, if HYPERPOD_EVENTS is set."""
+        is_wanted = events_folder() is not None
+        self._books = is_wanted and ledger.open_without_recovery(context.rank, waited_s=lambda: runtime.waiting.total_s)
+        if not self._books:
+            yield
+            return
+        replicas = context.topology.replicate_degree
+        ledger.note_world(rank=context.rank, world_size=context.world_size, replicas=replicas, generation=0)
+        try:
+            yield
+        finally:
+            self._books = False
+            ledger.close()
 
     def arm(self) -> None:
         """Have lost processes replaced from now on, and then let the job change its size."""
@@ -125,7 +150,13 @@ class PlainSteps:
 
     def run(self, compute: Callable[[], T], commit: Callable[[T], R]) -> R:
         """Run one step."""
-        return commit(compute())
+        if not self._books:
+            return commit(compute())
+        ledger.enter(TimeCategory.STEP)
+        result = commit(compute())
+        self._num_committed += 1
+        ledger.commit(self._num_committed)
+        return result
 
     def join(self) -> None:
         """Join the other ranks between two steps, if this process is not connected to them.

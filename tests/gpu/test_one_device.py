@@ -16,6 +16,7 @@ from hyperpod_plugins.comm import CommOptions, Reconfiguration, break_groups, jo
 from hyperpod_plugins.errors import DeviceHung, PeerLost
 from hyperpod_plugins.recovery import watchdog
 from hyperpod_plugins.recovery.rng import seed_micro_step
+from hyperpod_plugins.report.run_files import read_run
 
 pytestmark = [pytest.mark.spawns, pytest.mark.gpu]
 
@@ -80,6 +81,38 @@ def gated():
 
 def test_a_commit_waits_for_the_device_and_gives_up_after_a_break():
     assert run_ranks(gated, world_size=1, timeout_s=60.0) == [[False, True, False]]
+
+
+def committed(folder):
+    """Steps whose losses the device has computed long after they were committed."""
+    import hyperpod_plugins.ledger as module  # not a copy that came with this function
+
+    device, losses = own_device(0), [0.5, 0.25, float("nan")]
+    on_device = torch.tensor(losses, device=device)
+    module.ledger.open(folder / "worker-0.jsonl", {"run_id": "", "worker_id": 0})
+    is_done = keep_busy(device, 1.0)
+    if device.type == "cpu":
+        module.COPIERS["cpu"] = lambda value: (value.clone(), is_done)
+    else:
+        torch.empty((), pin_memory=True)  # the first one takes its time
+        torch.cuda.set_sync_debug_mode("error")
+    began_s = time.monotonic()
+    for step, loss in enumerate(on_device.unbind(), 1):
+        module.ledger.note_loss(loss)
+        module.ledger.commit(step)
+    took_s, was_done = time.monotonic() - began_s, is_done()
+    while not is_done():
+        time.sleep(0.01)
+    module.ledger.close()
+    return took_s, was_done
+
+
+def test_a_commit_does_not_wait_for_the_loss_that_goes_into_the_ledger(tmp_path):
+    [(took_s, was_done)] = run_ranks(committed, tmp_path, world_size=1, timeout_s=60.0)
+    assert took_s < 0.5
+    assert not was_done
+    [process] = read_run(tmp_path).workers
+    assert [span.step.loss for span in process.spans if span.step is not None] == [0.5, 0.25, None]
 
 
 def drawn():

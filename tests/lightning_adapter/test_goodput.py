@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from hyperpod_plugins.ledger import TimeCategory, goodput_metrics, ledger
+from hyperpod_plugins.ledger import COPIERS, TimeCategory, goodput_metrics, ledger
 from hyperpod_plugins.lightning import GoodputMonitor
 from hyperpod_plugins.lightning.reentry import rest_of_epoch
 from hyperpod_plugins.report import run_report
@@ -68,6 +68,38 @@ def test_goodput_is_logged_and_shown_and_written(tmp_path, monkeypatch, accumula
     assert report.ranks[0].seconds["evaluation"] > 0
     assert report.is_complete
     assert sum(report.ranks[0].seconds.values()) == pytest.approx(report.ranks[0].wall_s, rel=1e-3)
+
+
+def test_losses_that_arrive_late_from_a_device_are_in_the_report(tmp_path, monkeypatch):
+    """Each is there after the host has looked for it three times, so some after the last step."""
+
+    def copy(value):
+        looks = iter([False, False, False])
+        return value.clone(), lambda: next(looks, True)
+
+    monkeypatch.setenv("HYPERPOD_EVENTS", str(tmp_path / "run"))
+    monkeypatch.setitem(COPIERS, "cpu", copy)
+    losses = []
+
+    class Losses(Small):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[GoodputMonitor()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Losses(), loader(), loader())
+    assert '"kind":"loss"' in next((tmp_path / "run").glob("worker-0-*")).read_text()
+    assert len(losses) == 12
+    assert [*run_report(tmp_path / "run").steps.loss] == losses
 
 
 def test_without_a_folder_nothing_is_written_and_figures_are_there_all_the_same(tmp_path, monkeypatch):

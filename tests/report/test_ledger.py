@@ -489,6 +489,100 @@ def test_a_loss_is_read_once_the_step_is_committed_and_not_while_the_optimizer_w
     assert book.lines("step")[0]["loss"] == 2.0
 
 
+class Device:
+    """Stands in for a device: the host has a copy after so many looks, or never; what is not there yet is garbage."""
+
+    def __init__(self, num_looks):
+        self.num_looks, self.is_broken = num_looks, False
+
+    def copy(self, value):
+        host, looks = torch.tensor(-1.0), [0]
+
+        def is_there():
+            if self.is_broken:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            looks[0] += 1
+            if looks[0] > self.num_looks:
+                host.copy_(value)
+            return looks[0] > self.num_looks
+
+        return host, is_there
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device(num_looks=1)
+    monkeypatch.setitem(module.COPIERS, "cpu", device.copy)
+    return device
+
+
+class OnDevice(torch.Tensor):
+    """A loss that the host does not have: to read it would wait for the device."""
+
+    def __float__(self):
+        raise AssertionError("the host waits for the device")
+
+    item = tolist = __float__
+
+
+def test_a_loss_on_a_device_is_written_with_a_later_step(book, device):
+    for step in range(1, 5):
+        book.ledger.note_loss(torch.tensor(step / 2).as_subclass(OnDevice))
+        book.ledger.commit(step)
+    book.ledger.note_loss({"loss": torch.tensor(math.inf).as_subclass(OnDevice)})
+    book.ledger.commit(5)
+    lines = [(line["kind"], line["step"], line.get("loss", "unknown")) for line in book.lines("step", "loss")]
+    assert lines == [
+        ("step", 1, "unknown"),
+        ("step", 2, "unknown"),  # the device has not come so far
+        ("loss", 1, 0.5),
+        ("step", 3, "unknown"),
+        ("loss", 2, 1.0),
+        ("step", 4, "unknown"),
+        ("loss", 3, 1.5),
+        ("step", 5, "unknown"),
+        ("loss", 4, 2.0),
+        ("loss", 5, None),
+    ]
+    [process] = read_run(book.path.parent).workers
+    assert [span.step.loss for span in process.spans if span.step is not None] == [0.5, 1.0, 1.5, 2.0, None]
+
+
+def test_a_loss_that_arrives_late_is_that_of_the_last_step_of_its_number(book, device):
+    """Another entry counts its steps from 1 again; the loss of a step that was lost stays."""
+    device.num_looks = 0
+    for loss in (1.0, 2.0):
+        for step in (1, 2):
+            book.ledger.note_loss(torch.tensor(loss + step / 4))
+            book.ledger.commit(step)
+    book.lines()
+    [process] = read_run(book.path.parent).workers
+    assert [span.step.loss for span in process.spans if span.step is not None] == [1.25, 1.5, 2.25, 2.5]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_device_that_hangs_or_fails_holds_nothing_up(book, device, is_broken):
+    device.num_looks, device.is_broken = 10**9, is_broken
+    for step in range(1, 101):
+        book.ledger.note_loss(torch.tensor(0.5))
+        book.ledger.commit(step)
+    began_s = time.monotonic()
+    book.ledger.close()
+    assert time.monotonic() - began_s < 10
+    assert [line["step"] for line in book.lines("step")] == [*range(1, 101)]
+    assert book.lines()[-1]["kind"] == "end"
+    assert not book.lines("loss")
+
+
+def test_a_loss_on_a_device_without_a_queue_is_not_read(book):
+    class Elsewhere(torch.Tensor):
+        is_cpu, device = False, torch.device("xpu", 0)
+
+    book.ledger.note_loss(torch.tensor(0.5).as_subclass(Elsewhere))
+    book.ledger.commit(1)
+    assert "loss" not in book.lines("step")[0]
+
+
 def test_what_json_cannot_express_ends_no_writing(book):
     within_itself = []
     within_itself.append(within_itself)

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
+from itertools import accumulate
 from statistics import mean
 
 import pytest
@@ -74,13 +75,13 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory):
-    environ = {"STEPS": str(STEPS)}
+    environ = {"STEPS": str(STEPS), "BATCH": "3"}
     return run("ranks_lightning.py", tmp_path_factory.mktemp("calm"), environ=environ)
 
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-    environ = {"STEPS": str(STEPS)}
+    environ = {"STEPS": str(STEPS), "BATCH": "3"}
     return run("ranks_lightning.py", tmp_path_factory.mktemp("disturbed"), faults=FAULTS, environ=environ)
 
 
@@ -149,6 +150,16 @@ def test_the_losses_of_a_disturbed_job_are_those_of_an_undisturbed_one(calm, dis
     ]
     for rank, own in enumerate(logged):
         assert own == {step: wanted[step][rank] for step in wanted}, rank
+
+
+def test_each_rank_knows_how_many_samples_a_step_had(calm, disturbed):
+    """64 samples are 16 for each of 4 ranks: 5 batches of 3 and one of 1; a replacement skips those that were read."""
+    for job, report in (calm, disturbed):
+        sizes = {step: [12, 12, 12, 12, 12, 4][(step - 1) % 6] for step in range(1, STEPS + 1)}
+        assert [*report.steps.samples] == [*accumulate(sizes.values())]
+        for process in read_run(job.folder / "events").workers:
+            for span in process.spans:
+                assert span.step is None or span.step.samples == sizes[span.step.number]
 
 
 def test_a_job_that_restarts_from_a_checkpoint_tells_why_and_what_was_lost(tmp_path):
