@@ -50,7 +50,8 @@ def write_project(kind: str, folder: str | Path) -> list[Path]:
     }
     existing = [str(path) for path in templates if path.exists()]
     if existing:
-        raise ConfigError(f"{format_list(existing)} exists already. Give a folder that does not exist yet.")
+        exist = "exists" if len(existing) == 1 else "exist"
+        raise ConfigError(f"{format_list(existing)} {exist} already. Give a folder that does not exist yet.")
     for path, template in templates.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -166,18 +166,21 @@ class ElasticSampler(Sampler[list[int]]):
         With it each sample of a step counts the same if gradients are averaged over ranks, and over as many
         micro-steps as a full step has; see `sample_weight`.
         """
-        split = self.split
-        each, rest = divmod(self.micro_step_size(batch_index), split.data_world_size)
+        split, step_size = self.split, self.step_size(batch_index)
+        each, rest = divmod(self._micro_step_size(batch_index, step_size), split.data_world_size)
         return sample_weight(
             each + (self.data_rank < rest),
-            step_size=self.step_size(batch_index),
+            step_size=step_size,
             data_degree=split.data_world_size,
             num_micro_steps=split.num_micro_steps,
         )
 
     def micro_step_size(self, batch_index: int) -> int:
         """Number of samples, over all ranks, of batch `batch_index` of the current epoch."""
-        sizes = self.split.micro_step_sizes(self.step_size(batch_index))
+        return self._micro_step_size(batch_index, self.step_size(batch_index))
+
+    def _micro_step_size(self, batch_index: int, step_size: int) -> int:
+        sizes = self.split.micro_step_sizes(step_size)
         return sizes[(batch_index - self._first[1]) % self.split.num_micro_steps]
 
     def step_size(self, batch_index: int) -> int:

@@ -204,14 +204,14 @@ class AccumulationWindow:
         self._starts: dict[int, HooksStart] = {}
         """State at the beginning of each later micro-step: hooks between them are not called again."""
         self._beginning = StepStart(state.model, state.optimizers, kept, attributes=self._attributes)
+        state.watched = [self._beginning]
         if former is not None:
             self._beginning.adopt(former._beginning)
             restore(self._logged(), "log")
             self.communicates_between = former.communicates_between
         self._fresh = FreshGradients(state.optimizers) if is_manual else None
         self._results: dict[str, dict[str, Any]] = {}
-        self._tables: Tables = {}
-        self._zero_grads: dict[str, Any] = {}
+        self._tables, self._zero_grads = Tables(), dict[str, Any]()
         self._loaders_before, self._loaders_now = list[Any](), list[Any]()
         self._begins_at: int | None = None
         """Batches of the epoch before this window; None if no window has begun."""
@@ -457,7 +457,7 @@ class AccumulationWindow:
     ) -> None:
         """Set the objects that hold rank-local state."""
         self._local, self._means, self._values, self._rows, self._metrics = states, means, values, rows, metrics
-        self._callbacks, self._state.watched = callbacks, [self._beginning]
+        self._callbacks = callbacks
         states.before_hooks, states.has_taken = self._states_before_hooks, self._begin_hooks_of_lost
         self.batch_hooks.registered = states.of_program
 

@@ -42,7 +42,8 @@ from torch.utils.hooks import RemovableHandle
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.memory.host_pool import allocate_near
 from hyperpod_plugins.parallel.elementwise import is_compiled, is_elementwise
-from hyperpod_plugins.parallel.hsdp import from_local_like, fsdp_parameters
+from hyperpod_plugins.parallel.hsdp import from_local_like
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters
 
 CPU = torch.device("cpu")
 _ALIGNMENT = 64

@@ -36,7 +36,7 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.gathered_parameters import parameters_by_module
 from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.node_collectives import use_node_collectives
-from hyperpod_plugins.parallel.unit_watch import parameter_groups, watch_units
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters, parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
 _LARGE = 50_000_000  # parameters
@@ -233,11 +233,6 @@ def mixed_precision_policy(config: ParallelConfig) -> MixedPrecisionPolicy:
 def offload_policy(config: ParallelConfig, device_type: str) -> OffloadPolicy:
     """Return FSDP2's policy for where shards lie between uses; they are pinned if a GPU copies from them."""
     return CPUOffloadPolicy(pin_memory=device_type == "cuda") if config.param_offload else OffloadPolicy()
-
-
-def fsdp_parameters(model: nn.Module) -> list[Any]:
-    """Return FSDP2's records of the parameters of a sharded model; each has the `sharded_param` of the optimizers."""
-    return [each for part in model.modules() for group in parameter_groups(part) for each in group.fsdp_params]
 
 
 def ids_on_host(model: nn.Module) -> set[int]:

@@ -38,11 +38,11 @@ from hyperpod_plugins.parallel.expert_bias import biases_in_float32
 from hyperpod_plugins.parallel.expert_parallel import expert_degree_of, find_experts, shard_experts
 from hyperpod_plugins.parallel.former_parameters import remember_parameters, succeed_parameters
 from hyperpod_plugins.parallel.host_optimizer import keep_on_host
-from hyperpod_plugins.parallel.hsdp import find_blocks, fsdp_parameters, ids_on_host, outermost_blocks, shard_hybrid
+from hyperpod_plugins.parallel.hsdp import find_blocks, ids_on_host, outermost_blocks, shard_hybrid
 from hyperpod_plugins.parallel.sequence_context import DEGREES, ContextDegrees
 from hyperpod_plugins.parallel.tensor_parallel import plan_for, shard_tensors
 from hyperpod_plugins.parallel.topology import EXPERT
-from hyperpod_plugins.parallel.unit_watch import parameter_groups
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters, parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
 from hyperpod_plugins.precision.transformer_engine import TE_RECIPES, refuse_regions_of_program

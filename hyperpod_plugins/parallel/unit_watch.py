@@ -791,15 +791,15 @@ def parameter_groups(part: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def fsdp_parameters_of(parts: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's records of the parameters of some modules' groups."""
-    return [record for part in parts for group in parameter_groups(part) for record in group.fsdp_params]
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters of a sharded model; each has the `sharded_param` of the optimizers."""
+    return [each for part in model.modules() for group in parameter_groups(part) for each in group.fsdp_params]
 
 
 def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
     """Each parameter of a model with its name, by `id`; of a sharded one, the shard and the gathered parameter."""
     found = {id(each): (each, name) for name, each in model.named_parameters()}
-    for record in fsdp_parameters_of(model.modules()):
+    for record in fsdp_parameters(model):
         both = [each for key in ("_unsharded_param", "sharded_param") if (each := vars(record).get(key)) is not None]
         name = next((found[id(each)][1] for each in both if id(each) in found), None)
         if name is not None:

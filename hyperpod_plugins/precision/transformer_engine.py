@@ -28,6 +28,7 @@ its own inside, and turns the program's off for evaluations. Inside of a region 
 """
 
 import gc
+import importlib.util
 import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping
@@ -171,6 +172,8 @@ def refuse_regions_of_program(model: nn.Module, parts: Iterable[nn.Module]) -> N
         model: after its layers were converted, if they are.
         parts: those of its modules that a program may call inside of a region.
     """
+    if importlib.util.find_spec(_PACKAGE) is None:
+        return
     kinds = {type(part) for part in model.modules()}
     if any(base.__module__.partition(".")[0] == _PACKAGE for kind in kinds for base in kind.__mro__):
         return

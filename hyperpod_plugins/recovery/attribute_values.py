@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyperpod_plugins.errors import CheckpointMismatch
-from hyperpod_plugins.parallel.unit_watch import fsdp_parameters_of, parameters_by_id
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters, parameters_by_id
 from hyperpod_plugins.recovery.buffer_layout import ModuleTables
 from hyperpod_plugins.recovery.optimizer_copy import local_tensor
 from hyperpod_plugins.recovery.packing import are_same
@@ -381,7 +381,7 @@ def _write(value: Any, contents: Any) -> None:
 class ModelParameters:
     """The parameters of a model, sharded and gathered, and the forms that stand for them.
 
-    They are collected again when the model holds others: collecting takes a hundred times as long as this check.
+    They are collected only when the model holds others.
 
     Args:
         model: a sharded or plain model; None for no parameters.
@@ -405,7 +405,7 @@ class ModelParameters:
             self._parts = [*self._model.modules()]
             self._tables = self._present_tables()
             self._contents, self._keys = ModuleTables(self._tables), [*map(list, self._tables)]
-            self._of_fsdp = [vars(each) for each in fsdp_parameters_of(self._parts)]
+            self._of_fsdp = [vars(each) for each in fsdp_parameters(self._model)]
             self._shown = self._present_tensors()
             self._names = parameters_by_id(self._model)
             self._forms = parameter_forms(self._names, self._cls)

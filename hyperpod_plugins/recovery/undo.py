@@ -244,7 +244,8 @@ class StepStart:
                 "compared": dict(compared),
             } if all(isinstance(name, str) and name in parameters for name in written) and 0 <= more <= _FIRST_STEPS:
                 self.written |= {id(each): each for each in map(parameters.__getitem__, written)}
-                self._num_begun, self._sums_until = max(self._num_begun, steps), max(self._num_begun, steps) + more
+                self._num_begun = max(self._num_begun, steps)
+                self._sums_until = self._num_begun + more
                 counts = {id(each): compared.get(name, NUM_COMPARED) for name, each in parameters.items()}
                 for each in self._followed():
                     count = counts.get(id(each.shard), 0)

@@ -38,6 +38,19 @@ def loader():
     return torch.utils.data.DataLoader(torch.ones(24, 4), batch_size=2)
 
 
+def monitored(**options):
+    """A quiet Trainer with the callback."""
+    return pl.Trainer(
+        accelerator="cpu",
+        callbacks=[GoodputMonitor()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_goodput_is_logged_and_shown_and_written(tmp_path, monkeypatch, accumulated):
     monkeypatch.setenv("HYPERPOD_EVENTS", str(tmp_path / "run"))
@@ -87,16 +100,7 @@ def test_losses_that_arrive_late_from_a_device_are_in_the_report(tmp_path, monke
             losses.append(loss.item())
             return loss
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[GoodputMonitor()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Losses(), loader(), loader())
+    monitored(max_epochs=1).fit(Losses(), loader(), loader())
     assert '"kind":"loss"' in next((tmp_path / "run").glob("worker-0-*")).read_text()
     assert len(losses) == 12
     assert [*run_report(tmp_path / "run").steps.loss] == losses
@@ -166,16 +170,7 @@ class Manual(Small):
 
 def test_a_batch_without_a_step_of_a_manual_optimizer_is_no_step_that_was_lost(tmp_path, monkeypatch):
     monkeypatch.setenv("HYPERPOD_EVENTS", str(tmp_path))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[GoodputMonitor()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Manual(), loader(), loader())
+    monitored(max_epochs=1).fit(Manual(), loader(), loader())
     report = run_report(tmp_path)
     assert [*report.steps.step] == [1, 2, 3, 4]
     assert report.headline.steps_lost == 0
@@ -185,16 +180,7 @@ def test_a_batch_without_a_step_of_a_manual_optimizer_is_no_step_that_was_lost(t
 def test_a_program_of_two_fits_is_one_process_that_has_lost_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("HYPERPOD_EVENTS", str(tmp_path / "run"))
     for _ in range(2):
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_steps=3,
-            callbacks=[GoodputMonitor()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,
-        )
-        trainer.fit(Small(), loader(), loader())
+        monitored(max_steps=3).fit(Small(), loader(), loader())
     report = run_report(tmp_path / "run")
     assert report.is_complete
     assert not report.incidents

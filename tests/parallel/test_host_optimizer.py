@@ -37,11 +37,11 @@ from hyperpod_plugins.parallel.host_optimizer import (
 from hyperpod_plugins.parallel.hsdp import (
     compute_device,
     from_local_like,
-    fsdp_parameters,
     ids_on_host,
     shards_stay_on_host,
 )
 from hyperpod_plugins.parallel.local_optimizer import LocalDispatchMode, local_steps, step_locally
+from hyperpod_plugins.parallel.unit_watch import fsdp_parameters
 from hyperpod_plugins.recovery import TrainingState
 
 WIDTH, NUM_STEPS, GLOBAL_BATCH = 16, 10, 8
