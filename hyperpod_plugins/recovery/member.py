@@ -172,6 +172,9 @@ class Member:
         """Whether the job may change its size; the watchdog polls for new worlds only then."""
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process knows."""
+        self.stopped_s = 0.0
+        """When this process stopped for the end of its generation, by its wall clock."""
+        self._stopped_in = NO_STATE
         survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
         self._stop_reports = StopReports(
             self.job_store,
@@ -472,6 +475,8 @@ class Member:
 
     def end_generation(self) -> FailureRecord:
         """End the present generation unless it has ended, and return what ended it; the ledger books what follows."""
+        if self._stopped_in != self.generation:  # else it has waited since, perhaps for another world
+            self._stopped_in, self.stopped_s = self.generation, time.time()
         failure = self._end_generation()
         is_resize = failure.kind == "resize"
         ledger.interrupt(time.time() - failure.at_s, TimeCategory.RESIZE if is_resize else TimeCategory.ASSEMBLE)

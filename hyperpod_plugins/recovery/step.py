@@ -480,10 +480,9 @@ class StepTransaction:
 
     def _end_generation(self, error: Exception | None) -> Interruption:
         """End the present generation, and decide whether this rank may try the step again."""
-        began_s = time.time()
         failure = self._member.end_generation()
         ends = self._attempts.abort_reason(failure, error, self.step)
-        return Interruption(failure=failure, began_s=began_s, abort_reason=ends, error=error)
+        return Interruption(failure=failure, began_s=self._member.stopped_s, abort_reason=ends, error=error)
 
     def _join(self, fault: Interruption, pending: Pending[R] | None) -> FormedGeneration | Committed[R] | None:
         """Join the next generation; None if it ended while this rank was about to leave its step for it.

@@ -246,6 +246,7 @@ def test_a_job_that_has_lost_a_node_says_when_another_one_was_there(tmp_path):
     assert failure.node_back_s == repair_s
     assert asked_s - lost_s - failure.detect_s - 1.0 <= repair_s <= until_s - lost_s
     assert failure.assemble_s < repair_s  # it has gone on without the node
+    assert failure.detect_s < failure.assemble_s  # which includes the wait for the node before that
 
 
 @pytest.mark.variant
