@@ -538,7 +538,13 @@ def reproducible_session(page):
     assert page["session"].world_size == 2
 
 
-CHECKPOINTS = ("background_checkpoints=True", "hyperpod://", "export_safetensors", "CheckpointWriter()")
+CHECKPOINTS = (
+    "background_checkpoints=True",
+    "hyperpod://",
+    "export_safetensors",
+    "CheckpointWriter()",
+    "save_distributed_checkpoint=False",
+)
 
 
 @fragments("docs/guides/checkpoints.md", *CHECKPOINTS)
@@ -555,7 +561,7 @@ def checkpoints(page):
     trainer = L.Trainer(devices=1, strategy="hyperpod", **QUIET)
     trainer.fit(language_module(), datamodule=tokens)
     trainer.save_checkpoint("checkpoints/last.ckpt")
-    trained, opened, exported, written = CHECKPOINTS
+    trained, opened, exported, written, as_file = CHECKPOINTS
     module = language_module()
     names = {"L": L, "HyperPodStrategy": HyperPodStrategy, "ModelCheckpoint": ModelCheckpoint}
     page.run(trained, **names, module=module, data=tokens)
@@ -566,6 +572,8 @@ def checkpoints(page):
     assert page["extra"]["step"] == 100
     page.run(opened, Module=type(module), loader=loader_of_tokens(8, 2))
     assert page["trainer"].global_step > 4
+    page.run(as_file, module=language_module())
+    assert Path("checkpoints", "best.ckpt").is_file()
 
 
 @pytest.mark.spawns

@@ -1,7 +1,8 @@
 """A Trainer's checkpoints, saved as folders of sharded tensors, optionally in the background."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -19,6 +20,7 @@ from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.save_load import has_tensor
+from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, write_single_file
 from hyperpod_plugins.parallel.checkpoint.state import NUM_AVERAGED, StateParts
 from hyperpod_plugins.recovery import SavedCheckpoints
 from hyperpod_plugins.recovery.packing import are_same
@@ -30,14 +32,16 @@ class TrainerCheckpoints:
     All ranks must call each method together.
     """
 
-    def __init__(self, *, in_background: bool, are_trusted: bool) -> None:
+    def __init__(self, *, in_background: bool, are_trusted: bool, are_files: bool) -> None:
         """Store the options; the first save creates the writer and, unless `group` is set, its process group.
 
         Args:
             in_background: write while training continues.
             are_trusted: unpickle Python objects of a checkpoint, which can run arbitrary code.
+            are_files: write each of the program's checkpoints as one file, too; see `single_file`.
         """
-        self._in_background = in_background
+        self._in_background, self.are_files = in_background, are_files
+        """`are_files`: whether the next ones are written as files, too."""
         self._are_trusted = are_trusted
         self._writer: CheckpointWriter | None = None
         self.group: dist.ProcessGroup | None = None
@@ -58,6 +62,8 @@ class TrainerCheckpoints:
     ) -> None:
         """Write Lightning's checkpoint as the folder `path`: tensors sharded, everything else unchanged.
 
+        If checkpoints are files, `path` is the file, and the folder is beside it.
+
         With an `average`, the averaged weights are the checkpoint's model tensors, as in Lightning's own checkpoints.
         `rank_state` maps this rank to its rank-local state, which is written for each rank if ranks differ.
 
@@ -77,8 +83,9 @@ class TrainerCheckpoints:
         if average is not None:
             state, beside = average.saved_as(state)
         has_optimizers = checkpoint.pop("optimizer_states", None) is not None
+        folder = shards_path(Path(path)) if self.are_files else Path(path)
         self._writer.save(
-            path,
+            folder,
             model=module,
             optimizers=optimizers if has_optimizers else (),
             extra=checkpoint,
@@ -89,7 +96,16 @@ class TrainerCheckpoints:
         )
         saved = self.saved
         if saved is not None and has_optimizers:
-            self._writer.when_written(partial(saved.add, str(Path(path).absolute()), checkpoint["global_step"]))
+            self._writer.when_written(partial(saved.add, str(folder.absolute()), checkpoint["global_step"]))
+        if self.are_files:
+            self._write_file(folder, Path(path))
+
+    def _write_file(self, folder: Path, file: Path) -> None:
+        """Write the checkpoint that is being written to a folder as one file, too."""
+        assert self._writer is not None
+        failure = f"the file {file} was not written, though its checkpoint is complete as {folder}"
+        write = partial(write_single_file, folder, file, weights_only=not self._are_trusted)
+        self._writer.when_written_on_all(failure, write)
 
     def save_parts(
         self,
@@ -100,7 +116,7 @@ class TrainerCheckpoints:
         module: LightningModule,
         rank_state: Mapping[int, Any],
     ) -> None:
-        """Write a checkpoint from parts of an earlier state, with the checkpoint data of the same step.
+        """Write a checkpoint from parts of an earlier state, with the checkpoint data of the same step; see `save`.
 
         `rank_state` has the rank-local states of the ranks that the parts belong to.
 
@@ -111,7 +127,10 @@ class TrainerCheckpoints:
             self._writer = CheckpointWriter(self.group)
         self._forget_interrupted()
         extra = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        self._writer.save_parts(path, parts, model=module, extra=extra, rank_state=rank_state)
+        folder = shards_path(Path(path)) if self.are_files else Path(path)
+        self._writer.save_parts(folder, parts, model=module, extra=extra, rank_state=rank_state)
+        if self.are_files:
+            self._write_file(folder, Path(path))
 
     def _forget_interrupted(self) -> None:
         """Drop a background save that lost a peer: the job has been repaired since then, but the save has not."""
@@ -195,14 +214,36 @@ class TrainerCheckpoints:
     def _weights_only(self, wanted: bool | None) -> bool:
         return not self._are_trusted and wanted is not False
 
-    def remove(self, path: str | PathLike[str], remove: Callable[[], None]) -> None:
-        """Call `remove`, which deletes `path`, once the checkpoint being written is complete; do not wait for it."""
+    def remove(self, path: str | PathLike[str], remove: Callable[[Any], None]) -> None:
+        """Call `remove` with `path`, once the checkpoint being written is complete; do not wait for it.
+
+        If it is a file with a folder beside it, that is removed, too.
+        """
+        folder = shards_path(Path(path))
+        paths: list[str | PathLike[str]] = [path, *([folder] if folder.exists() else [])]
         if self.saved is not None:
-            self.saved.discard(str(Path(path).absolute()))
+            for each in paths:
+                self.saved.discard(str(Path(each).absolute()))
+
+        def remove_all() -> None:
+            for each in paths:
+                remove(each)
+
         if self._writer is None:
-            remove()
+            remove_all()
         else:
-            self._writer.when_written(remove)
+            self._writer.when_written(remove_all)
+
+    @contextmanager
+    def not_of_program(self) -> Generator[None]:
+        """Context in which a folder is written that is no checkpoint of the program; at its end, it is complete."""
+        before = self.saved, self.are_files
+        self.saved, self.are_files = None, False
+        try:
+            yield
+        finally:
+            self.close()
+            self.saved, self.are_files = before
 
     def wait(self) -> None:
         """Wait for a checkpoint that is still being written."""

@@ -78,6 +78,7 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
+from hyperpod_plugins.parallel.checkpoint.single_file import with_shards
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
@@ -113,6 +114,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             `HYPERPOD_CONFIG`, else hybrid sharding over all ranks.
         comm: collective library to use, and whether a fallback is allowed.
         background_checkpoints: write checkpoints while training continues.
+        save_distributed_checkpoint: False also writes each checkpoint as one file for any strategy; see `single_file`.
         trust_checkpoints: unpickle Python objects of a checkpoint (such as hyperparameters of your own classes),
             which can run arbitrary code. By default, only tensors, plain containers, numbers and strings are read.
         timeout_s: seconds after which a collective that does not complete fails.
@@ -134,6 +136,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         *,
         comm: CommOptions | None = None,
         background_checkpoints: bool = False,
+        save_distributed_checkpoint: bool = True,
         trust_checkpoints: bool = False,
         timeout_s: float = 1800.0,
         non_finite: NonFinitePolicy = "auto",
@@ -148,7 +151,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._num_nodes = 1
         self._comm = comm or CommOptions()
         super().__init__(timeout=timedelta(seconds=timeout_s), process_group_backend="hyperpod")
-        self._checkpoints = TrainerCheckpoints(in_background=background_checkpoints, are_trusted=trust_checkpoints)
+        forms = {"in_background": background_checkpoints, "are_files": not save_distributed_checkpoint}
+        self._checkpoints = TrainerCheckpoints(are_trusted=trust_checkpoints, **forms)
         self._recovery = NullRecovery()
         self._average: CallbackAverage | None = None
         job = JobEnv.from_environ()
@@ -718,6 +722,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         trainer, folder = self._trainer, self.checkpoint_root
         if path in ("", RESHARD):
             label = "reshard" if path else "emergency"
+            self._checkpoints.are_files = False  # this process will write no other checkpoint
             for logger in trainer.loggers:
                 logger.save()  # this process will not do so later
             path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
@@ -749,12 +754,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         Raises:
             CheckpointError: the state could not be written.
         """
-        saved, self._checkpoints.saved = self._checkpoints.saved, None  # this is not a checkpoint of the program
-        try:
+        with self._checkpoints.not_of_program():
             self.save_checkpoint(checkpoint, path)
-        finally:
-            self._checkpoints.close()
-            self._checkpoints.saved = saved
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -764,7 +765,8 @@ class HyperPodStrategy(ModelParallelStrategy):
         """
         if self._recovery.fit.is_active and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.fit.state_of_peers()
-        path = checkpoint_at(checkpoint_path if entries.is_skipping else self.broadcast(checkpoint_path))
+        here = str(with_shards(checkpoint_at(checkpoint_path)))
+        path = Path(here if entries.is_skipping else self.broadcast(here))
         is_fit = self._trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
             loaded = super().load_checkpoint(path, weights_only=weights_only)
@@ -811,7 +813,7 @@ class HyperPodStrategy(ModelParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once the one that is being written is complete."""
-        self._checkpoints.remove(filepath, partial(super().remove_checkpoint, filepath))
+        self._checkpoints.remove(filepath, super().remove_checkpoint)
 
     # -- collectives --------------------------------------------------------------------------------------------
 

@@ -1,16 +1,21 @@
-"""The way back to Lightning: what `hyperpod export --to lightning` writes is read without this package's strategy."""
+"""The way back to Lightning: single files, exported or written by the strategy, are read without this package."""
+
+import os
+import shutil
+import warnings
 
 import lightning.pytorch as L
 import pytest
 import torch
 from device import ACCELERATOR
 from harness import run_ranks
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.lightning import HyperPodStrategy
 from hyperpod_plugins.parallel.checkpoint.export import export_checkpoint
+from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, with_shards
 
 EPOCH = 8
 
@@ -36,20 +41,20 @@ class Module(L.LightningModule):
         return DataLoader(torch.rand(32, 4, generator=torch.Generator().manual_seed(2)), batch_size=4)
 
 
-def fit(folder, num_steps, *, strategy="auto", resume=None, is_averaged=False):
+def fit(folder, num_steps, *, strategy="auto", resume=None, is_averaged=False, callbacks=()):
     """Every rank reads all samples, so that the gradients are those of one process."""
     trainer = L.Trainer(
         accelerator=ACCELERATOR,
-        devices=1 if strategy == "auto" else 2,
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
         strategy=strategy,
         max_steps=num_steps,
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[EMAWeightAveraging(decay=0.9)] if is_averaged else [],
+        callbacks=[*callbacks, *([EMAWeightAveraging(decay=0.9)] if is_averaged else [])],
     )
     module = Module()
     trainer.fit(module, ckpt_path=resume)
@@ -89,3 +94,104 @@ def test_another_strategy_continues_where_this_one_has_saved(tmp_path, is_averag
         assert trainer.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
         for name, value in continued.state_dict().items():
             torch.testing.assert_close(resumed.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+class RankCounter(L.Callback):
+    """State that differs from rank to rank, which no single file has."""
+
+    state_key = "rank counter"
+
+    def __init__(self):
+        self.seen = 0.0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen += 1 + 100 * trainer.global_rank
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def fit_with_files(folder, num_steps, *, strategy="auto", resume=None):
+    kept = ModelCheckpoint(
+        folder / "kept", filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max",
+        save_last="link",
+    )  # fmt: skip
+    counter = RankCounter()
+    trainer, module = fit(folder, num_steps, strategy=strategy, resume=resume, callbacks=[kept, counter])
+    return trainer, module, counter
+
+
+def whole_state(module):
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in module.state_dict().items()
+    }
+
+
+def train_and_resume(folder, in_background):
+    def strategy():
+        return HyperPodStrategy(
+            hybrid_shard_degree=2,
+            block_classes=("Linear",),
+            save_distributed_checkpoint=False,
+            background_checkpoints=in_background,
+        )
+
+    trainer, module, counter = fit_with_files(folder, EPOCH, strategy=strategy())
+    rank, best = trainer.global_rank, trainer.checkpoint_callback.best_model_path
+    state = whole_state(module)
+    if rank == 1:  # it neither wrote the file nor has the others' help in reading it
+        loaded = Module.load_from_checkpoint(best).state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+    trainer.strategy.barrier()
+    kept = sorted(each.name for each in (folder / "kept").iterdir())
+    assert kept == [".step=6.ckpt.shards", ".step=8.ckpt.shards", "last.ckpt", "step=6.ckpt", "step=8.ckpt"]
+    assert counter.seen == EPOCH * (1 + 100 * rank)
+    resumed, module, counter = fit_with_files(folder, EPOCH, strategy=strategy(), resume=folder / "kept" / "last.ckpt")
+    assert resumed.global_step == EPOCH
+    assert counter.seen == EPOCH * (1 + 100 * rank)
+    assert all(torch.equal(value, state[name]) for name, value in whole_state(module).items())
+    trainer.strategy.barrier()
+    if rank == 0:
+        shutil.rmtree(shards_path(folder / "kept" / "step=8.ckpt"))
+    trainer.strategy.barrier()
+    alone, module, counter = fit_with_files(folder, EPOCH, strategy=strategy(), resume=folder / "kept" / "last.ckpt")
+    assert alone.global_step == EPOCH
+    assert counter.seen == EPOCH  # of the first rank, as in every checkpoint of Lightning's own
+    assert all(torch.equal(value, state[name]) for name, value in whole_state(module).items())
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_trainer_s_checkpoints_are_files(tmp_path, in_background):
+    run_ranks(train_and_resume, tmp_path, in_background, world_size=2, timeout_s=180.0)
+    reference, known = fit(tmp_path / "plain", EPOCH + 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the folder that exists
+        trainer, module, _ = fit_with_files(tmp_path, EPOCH + 3, resume=tmp_path / "kept" / "step=8.ckpt")
+    assert trainer.global_step == reference.global_step == EPOCH + 3
+    assert trainer.optimizers[0].param_groups[0]["lr"] == reference.optimizers[0].param_groups[0]["lr"]
+    for name, value in known.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_with_it(tmp_path):
+    strategy = HyperPodStrategy(save_distributed_checkpoint=False)
+    fit_with_files(tmp_path, 2, strategy=strategy)
+    file = tmp_path / "kept" / "step=2.ckpt"
+    folder = shards_path(file)
+    assert with_shards(file) == with_shards(tmp_path / "kept" / "last.ckpt") == folder
+    content = file.read_bytes()
+    torch.save(torch.load(file, weights_only=True) | {"global_step": 3}, file)
+    assert with_shards(file) == file
+    file.write_bytes(content)
+    assert with_shards(file) == folder
+    file.unlink()
+    assert with_shards(file) == folder  # the process was lost before it could write the file
+    file.write_text("no archive")
+    assert with_shards(file) == file
+    (folder / "file.json").unlink()
+    file.write_bytes(content)
+    assert with_shards(file) == file  # an older file: the process was lost before it could replace it

@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,18 @@ def test_all_processes_lost_at_once_begin_again(tmp_path, step):
     where = "from the beginning" if step == 3 else f"from {tmp_path}/checkpoints/step=6.ckpt (step 6)"
     assert f"all processes start again {where}" in text, text[-8000:]
     assert_same_end(there, undisturbed(HSDP, 1))
+
+
+def test_checkpoints_that_are_files_are_as_exact_as_folders(tmp_path):
+    """A rank is lost while one is written, and later all ranks begin again from it."""
+    files = json.dumps(json.loads(HSDP) | {"save_distributed_checkpoint": False, "background_checkpoints": True})
+    faults = "; ".join(
+        ["kill:rank=2,step=6,phase=checkpoint", *(f"stop:rank={rank},step=9,phase=forward" for rank in range(4))]
+    )
+    there, text = results(tmp_path, files, 1, faults, "", "60", "0", meanwhile=lambda: kill_once_stopped(tmp_path))
+    assert f"all processes start again from {tmp_path}/checkpoints/.step=6.ckpt.shards (step 6)" in text, text[-8000:]
+    assert "repaired in" in text
+    assert_same_end(there, undisturbed(HSDP, 1))
+    saved = {each.name for each in (tmp_path / "checkpoints").iterdir()}
+    assert saved == {name for step in (6, 12, 18) for name in (f"step={step}.ckpt", f".step={step}.ckpt.shards")}
+    assert all(zipfile.is_zipfile(tmp_path / "checkpoints" / f"step={step}.ckpt") for step in (6, 12, 18))

@@ -129,7 +129,7 @@ class _Source:
             for name in batch:
                 entry = self._saved[names[name]]
                 found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            read_tensors({names[name]: found[name] for name in batch}, self._reader, None)
+            read_tensors({names[name]: found[name] for name in batch}, self._reader, None, is_alone=True)
             self._read_bytes += sum(sizes[name] for name in batch)
             if self._progress is not None:
                 self._progress(self._read_bytes, self._total_bytes)

@@ -196,6 +196,28 @@ class CheckpointWriter:
         document = _document(model, parts.descriptions, extra)
         _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
 
+    def when_written_on_all(self, failure: str, action: Callable[[], None]) -> None:
+        """Call `action` on the group's first rank once the last save is complete, and wait for it on all others.
+
+        In the background if the save is written there. All ranks call this, after the save.
+
+        Args:
+            failure: what an error of `action` means, for the message.
+            action: must not communicate.
+
+        Raises:
+            CheckpointError: the action failed, if no background save is pending; otherwise `wait` raises it.
+        """
+        group = self._group or default_group()
+        generation = generation_of(group)
+
+        def act() -> None:
+            with pin_generation(group, generation), raise_on_all_ranks(failure, group, expected=(Exception,)):
+                if group is None or dist.get_rank(group) == 0:
+                    action()
+
+        self.when_written(act)
+
     def when_written(self, action: Callable[[], None]) -> None:
         """Call `action` in the writer's thread once the last save is complete; not at all if that save fails.
 
@@ -388,13 +410,22 @@ def _write_in_background(
         _write(tensors, document, path, group, of_ranks)
 
 
-def read_tensors(wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None) -> None:
+def read_tensors(
+    wanted: dict[str, Any], reader: SafeReader, group: dist.ProcessGroup | None, *, is_alone: bool = False
+) -> None:
     """Read tensors of a checkpoint, given by their names in it, in place.
+
+    Args:
+        wanted: tensors by name.
+        reader: of the checkpoint.
+        group: whose ranks all call this; the default group if None.
+        is_alone: whether this process reads without the others, although there may be a group.
 
     Raises:
         CheckpointError: they cannot be read; a checksum that differs is a `CheckpointDamaged`.
     """
-    no_dist = not dist.is_initialized() or group_health.phase is Phase.DETACHED  # a detached joiner reads alone
+    is_detached = group_health.phase is Phase.DETACHED  # a joiner, which reads alone
+    no_dist = is_alone or is_detached or not dist.is_initialized()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
