@@ -11,10 +11,10 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.report.make_report import run_report
 from hyperpod_plugins.report.measured_times import failure_trace_json, stage_times_json
 from hyperpod_plugins.report.page import write_page
+from hyperpod_plugins.report.perfetto_trace import perfetto_trace
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_report import RunReport
 from hyperpod_plugins.report.text import headline_rows, markdown, verdict_line
-from hyperpod_plugins.report.trace import perfetto_trace
 
 FORMATS = ("html", "md", "json", "png", "perfetto", "stage-times", "trace")
 _ENDINGS = {"html": "html", "png": "png"}

@@ -24,7 +24,7 @@ from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_r
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
-from hyperpod_plugins.report.live import MAX_RANKS, JobView, RankView, Sight, StepRate, heartbeat_from, job_view
+from hyperpod_plugins.report.live import MAX_RANKS, JobReading, JobView, RankView, StepRate, heartbeat_from, job_view
 from hyperpod_plugins.report.live_ledgers import LiveLedgers
 
 _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -150,7 +150,7 @@ class JobWatch:
             while True:
                 rank = self._kills.get_nowait()
                 job_store.ask_to_kill(rank.worker_id, rank.incarnation)
-        return job_view(self._sight(job_store))
+        return job_view(self._read(job_store))
 
     def _connected(self) -> JobStore:
         """The job store of the present round; connects if that is necessary."""
@@ -164,7 +164,7 @@ class JobWatch:
             self._ages, self._rate = HeartbeatAges(), StepRate()
         return self._job_store
 
-    def _sight(self, job_store: JobStore) -> Sight:
+    def _read(self, job_store: JobStore) -> JobReading:
         status, world = job_status(job_store), world_or_none(job_store)
         worker_ids = () if world is None else world.worker_ids[:MAX_RANKS]
         incarnations = dict(zip(worker_ids, job_store.incarnations(worker_ids), strict=True))
@@ -180,7 +180,7 @@ class JobWatch:
             or heartbeats[each].incarnation < incarnations[each]
             or silent_s[each] > HEARTBEATS_MISSED_S / 2
         ]
-        return Sight(
+        return JobReading(
             run_id=self._ticket.run_id,
             status=status,
             round=self._round,

@@ -28,7 +28,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, Elas
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
-    LrScaling,
+    LRScaling,
     LRScalingRule,
     find_reference,
     publish_reference,
@@ -63,8 +63,8 @@ from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.recovery.state_digests import state_digests
-from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
+from hyperpod_plugins.session.loop_context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, refuse_session_options, refuse_train_options
 from hyperpod_plugins.session.program_checks import (
     check_trained,
@@ -137,7 +137,7 @@ class Session:
         *,
         global_batch_size: int = 0,
         samples_per_replica: int = 0,
-        lr_scaling: LrScaling | LRScalingRule = "none",
+        lr_scaling: LRScaling | LRScalingRule = "none",
         reproducible: bool = False,
         recovery: RecoveryOptions | None = None,
         elastic: ElasticPolicy | bool = False,
