@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
@@ -37,7 +38,7 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
-from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
+from hyperpod_plugins.parallel.checkpoint.files import any_rank
 from hyperpod_plugins.parallel.config import INSIDE_SHARD_AXIS, refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters
@@ -127,7 +128,7 @@ class Session:
 
     Raises:
         ConfigError: unknown options, invalid values or combinations.
-        DegreeError: a degree is no whole number, or the processes form no replica with any of the allowed degrees.
+        DegreeError: a degree is not a whole number, or the processes form no replica with any of the allowed degrees.
         SystemExit: this process is left over after whole replicas have been formed.
     """
 
