@@ -185,7 +185,10 @@ class ElasticTraining(BatchSizeCallback):
                 created.
         """
         if self.split is None and self.batch.follows_world:
-            raise ConfigError("how many samples a step has is known only when the Trainer has set up the processes.")
+            raise ConfigError(
+                "the number of samples of a step is known only when the Trainer has set up the processes. Read it "
+                "where loaders are created, or later."
+            )
         return self.batch.global_batch_size if self.split is None else self.split.global_batch_size
 
     @property
