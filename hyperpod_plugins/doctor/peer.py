@@ -214,7 +214,7 @@ def serve_one(listener: socket.socket, token: bytes, wait_s: float) -> PeerFacts
             except (_PeerError, OSError) as error:
                 return PeerFacts(peer=str(address[0]), error=_reason(error))
     strangers = f"; {num_strangers} callers did not know the token" if num_strangers else ""
-    return PeerFacts(peer="the other node", error=f"none called within {wait_s:g} s{strangers}")
+    return PeerFacts(peer="the other node", error=f"no node connected within {wait_s:g} s{strangers}")
 
 
 def _knows_token(connection: DeadlineConnection, token: bytes) -> bool:
@@ -290,7 +290,7 @@ def measure_peer(
 def _measure(connection: DeadlineConnection, peer: str, token: bytes) -> PeerFacts:
     greeting = connection.receive(len(_MAGIC) + _CHALLENGE_BYTES)
     if not greeting.startswith(_MAGIC):
-        raise _PeerError("it is no `hyperpod doctor --listen` of this version")
+        raise _PeerError("it is not a `hyperpod doctor --listen` of this version")
     connection.send(_digest(token, greeting[len(_MAGIC) :]))
     try:
         connection.expect(_CLOCK)
@@ -312,7 +312,7 @@ def _exchange_times(connection: DeadlineConnection) -> tuple[int, int, int, int]
     connection.send_frame(_CLOCK)
     received_ns, answered_ns = connection.expect(_CLOCK)
     if not 0 <= received_ns <= answered_ns < _LATEST_NS:
-        raise _PeerError("its clock gave times that cannot be")
+        raise _PeerError("its clock returned impossible times")
     return sent_ns, received_ns, answered_ns, time.time_ns()
 
 
