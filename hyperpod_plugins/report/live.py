@@ -1,7 +1,7 @@
 """`JobView`: what `hyperpod top`, `hyperpod serve` and `hyperpod status --json` show of a running job. Plain data.
 
-`job_view` makes it, without any clock or store, of what `report.watch` has read. Stores and ledgers are untrusted: a
-heartbeat or a status with impossible values counts as none, and texts are cut and made printable.
+`job_view` is a pure function of what `report.watch` has read. Stores and ledgers are untrusted: a heartbeat or a status
+with impossible values is ignored, and texts are cut and made printable.
 
 [Note: clocks] As in `recovery.watchdog`, no clock of another machine is read. The age of a heartbeat is the time since
 this process has first seen it, so it is a lower bound, and 0 at the first look.
@@ -147,7 +147,7 @@ def job_view(reading: JobReading) -> JobView:
     """Make the view of what was read.
 
     Raises:
-        ValueError: the status lacks a field, or has one that is no count.
+        ValueError: the status lacks a field, or one of its fields is not a count.
     """
     status = {name: _count(reading.status, name) for name in _STATUS_FIELDS}
     figures = LedgerFigures() if reading.figures is None else reading.figures
@@ -227,7 +227,7 @@ _DONE = {
 
 
 def heartbeat_from(values: object) -> Heartbeat | None:
-    """Convert what a store holds to a heartbeat; None if it is none. Fields of a later version are left out."""
+    """Convert what a store holds to a heartbeat; None if it is not one. Fields of a later version are left out."""
     if not isinstance(values, dict):
         return None
     given: dict[str, Any] = {}

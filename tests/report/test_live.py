@@ -276,7 +276,7 @@ def test_the_line_of_keys_says_what_happens():
         prompt.press(key, VIEW, 0.0)
     assert prompt.text(0.0) == "kill which rank? 1_   (y: send SIGKILL, Esc: do not)"
     prompt.press("y", VIEW, 0.0)
-    assert prompt.text(1.0) == "the agent of rank 1 is asked to kill its process (worker 1)"
+    assert prompt.text(1.0) == "the agent of rank 1 was asked to kill its process (worker 1)"
     assert prompt.text(9.0).startswith("q: quit")
     for key in "k77y":
         prompt.press(key, VIEW, 9.0)
@@ -448,7 +448,7 @@ def test_a_store_with_something_else_in_it(served):
     job_store.append("replaced", lambda _: "no numbers")
     view = looking.look()
     assert view.state == "unreachable"
-    assert "holds what no process of a job writes" in view.message
+    assert "holds a value that no process of a job writes" in view.message
     assert not looking.is_given_up
 
 
@@ -539,7 +539,7 @@ def test_no_job_and_impossible_arguments(tmp_path, monkeypatch, capsys):
     for arguments, told in (
         (["top", "--interval", "0"], "--interval=0 must be"),
         (["top", "--interval", "nan"], "--interval=nan must be"),
-        (["serve", "--events", str(tmp_path / "absent")], "is no folder"),
+        (["serve", "--events", str(tmp_path / "absent")], "is not a folder"),
     ):
         assert cli.main(arguments) == 2
         assert told in capsys.readouterr().err
@@ -722,4 +722,4 @@ def test_a_warning_for_a_host_that_others_reach(served, monkeypatch, capsys):
         assert serve_command.run_serve(arguments) == 0
         said = capsys.readouterr().out
         assert f"http://{host}:" in said
-        assert ("everybody who can reach port" in said) is told
+        assert ("anyone who can reach port" in said) is told
