@@ -114,7 +114,9 @@ def _scale(arguments: argparse.Namespace) -> int:
 def _add_status_arguments(parser: argparse.ArgumentParser) -> None:
     from hyperpod_plugins.report.top_command import add_watch_arguments  # imports what other commands do not need
 
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with all that `hyperpod top` shows")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with everything that `hyperpod top` shows"
+    )
     add_watch_arguments(parser)
 
 
@@ -239,7 +241,9 @@ def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="time limit of each job in seconds; at least two jobs run"
     )
-    parser.add_argument("--preload", default="", help="modules to import ahead for workers, as for hyperpodrun")
+    parser.add_argument(
+        "--preload", default="", help="modules that are imported before workers are forked, as with hyperpodrun"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script and its arguments")
 
 
@@ -328,7 +332,7 @@ COMMANDS = (
     ),
     Command(
         name="report",
-        summary="say what a run's failures cost, and where its time went, as a page",
+        summary="write a page with what a run's failures cost and where its time went",
         add_arguments=_add_report_arguments,
         run=_report,
     ),

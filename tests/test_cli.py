@@ -35,7 +35,7 @@ JOBS = table_of(
         (["chaos", "--kinds", ""], "none"),
         (["chaos", "--every", "0"], "every_s=0"),
         (["chaos", "--count", "0"], "count=0"),
-        (["chaos", "--pid", "1"], "process 1 is no agent"),
+        (["chaos", "--pid", "1"], "process 1 is not an agent"),
         (["chaos", "--run-id", "nobody's job"], "--rdzv-id=nobody's job"),
         (["chaos", "--pid", "1", "--run-id", "x"], "not allowed with"),
         (["preset"], "list|show|write|NAME"),

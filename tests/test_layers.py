@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hyperpod_plugins"
 LAYERS = (
     "errors _registration",
-    "env events checkpoint_names",
+    "env events checkpoint_names whole_file",
     "ledger",
     "comm data delayed_init memory precision",
     "parallel elastic",

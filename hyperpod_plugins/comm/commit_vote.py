@@ -34,7 +34,7 @@ _HEADER = struct.Struct("!BBI")
 """Number of the message and what it is; the flags of a vote; and the size of the bytes that follow."""
 _WHAT = "a commit-vote connection"
 _NUMBERS = 128
-"""Messages are numbered modulo this; to the number of one that is no vote, it is added."""
+"""Messages are numbered modulo this; to the number of one that is not a vote, it is added."""
 
 
 class CommitVote:

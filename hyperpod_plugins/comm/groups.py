@@ -145,7 +145,7 @@ def new_axis_group(key: GroupKey, global_ranks: Sequence[int]) -> ResilientProce
         CommError: the default group is not of the `hyperpod` backend, this rank is not a member, or a group of other
             ranks has this key.
     """
-    members, world = sorted(global_ranks), _default_group()
+    members, world = sorted(global_ranks), default_group()
     if not isinstance(world, ResilientProcessGroup):
         raise CommError(
             f"the axis group {key.name!r} needs a default group of the backend {BACKEND!r}. "
@@ -153,7 +153,7 @@ def new_axis_group(key: GroupKey, global_ranks: Sequence[int]) -> ResilientProce
         )
     if dist.get_rank() not in members:
         raise CommError(
-            f"rank {dist.get_rank()} requested the group {key.name!r} of ranks {members}, but is no member of it."
+            f"rank {dist.get_rank()} requested the group {key.name!r} of ranks {members}, but is not a member of it."
         )
     living = live_groups().get(key.name)
     if living is not None:
@@ -222,7 +222,7 @@ def create_group(c10d: _DistributedBackendOptions, given: object) -> ResilientPr
             f"the backend {BACKEND!r} takes pg_options=CommOptions(...), but was given {type(given).__name__}. "
             "Omit pg_options for the defaults; options of nccl or gloo are not passed on."
         )
-    world = _default_group()
+    world = default_group()
     key = WORLD if world is None else given if isinstance(given, GroupKey) else key_of_unnamed_group(c10d.group_id)
     options, root_store = CommOptions(), c10d.store
     if isinstance(world, ResilientProcessGroup):
@@ -276,7 +276,8 @@ def create_smddp_group(c10d: _DistributedBackendOptions, given: object) -> Backe
     return create_group(c10d, replace(options, transport="smddp"))
 
 
-def _default_group() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
+    """Return the default process group, or None if `torch.distributed` is not initialized."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

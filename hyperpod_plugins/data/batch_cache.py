@@ -359,7 +359,7 @@ class BatchCache:
         config: size and location.
 
     Raises:
-        ConfigError: the name is no plain file name.
+        ConfigError: the name is not a plain file name.
         DataError: there is too little space; the folder is missing, not writable, or accessible to other users; or
             another process held the lock for a minute.
     """

@@ -81,7 +81,7 @@ def read_header(path: Path) -> TokenHeader:
     """Read and check the header, the file's size and the checksum table.
 
     Raises:
-        DatasetDamaged: the file is no token file, has another version, was truncated, or its header or table was
+        DatasetDamaged: the file is not a token file, has another version, was truncated, or its header or table was
             altered.
     """
     file, header = open_tokens(path)
@@ -196,7 +196,7 @@ class TokenDataset(Dataset[dict[str, Tensor]]):
 
     Raises:
         FileNotFoundError: there is no such file.
-        DatasetDamaged: the file was truncated or altered, or is no token file.
+        DatasetDamaged: the file was truncated or altered, or is not a token file.
         ConfigError: the file is shorter than one sample.
     """
 

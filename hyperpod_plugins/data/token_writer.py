@@ -99,7 +99,7 @@ def build_tokens(
     Raises:
         ConfigError: `dtype` cannot hold the vocabulary.
         DatasetChanged: the existing file was built for another vocabulary size.
-        DatasetDamaged: the existing file is no token file.
+        DatasetDamaged: the existing file is not a token file.
         DataError: see `write_tokens`.
     """
     target = Path(path)

@@ -30,9 +30,9 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from hyperpod_plugins.delayed_init.files import delayed_files
 from hyperpod_plugins.delayed_init.recorder import Recorder, refuse_other_device
 from hyperpod_plugins.delayed_init.tape import Tape
+from hyperpod_plugins.delayed_init.weight_files import delayed_files
 
 _recording: ContextVar[Tape | None] = ContextVar("tape of the current build", default=None)
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}

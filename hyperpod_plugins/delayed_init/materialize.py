@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
-from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.reset_parameters import find_initializers, reset_module
 from hyperpod_plugins.delayed_init.tape import (
     ReplayReport,
@@ -29,6 +28,7 @@ from hyperpod_plugins.delayed_init.tape import (
     replay,
     tapes_of,
 )
+from hyperpod_plugins.delayed_init.weight_files import files_digest
 from hyperpod_plugins.errors import InitializationError, format_list
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyperpod_plugins.doctor.finding import GIB_BYTES, MIB_BYTES, Finding, JobSize, file_text, gib, within
+from hyperpod_plugins.whole_file import sync_folder
 
 _TEST_BYTES = 32 * MIB_BYTES
 _CHUNK_BYTES = MIB_BYTES
@@ -55,7 +56,9 @@ def gather_folder(path: Path, num_bytes: int = _TEST_BYTES) -> FolderFacts:
     leftover: list[Path] = []
     found = within(_DEADLINE_S, lambda: _test(path, num_bytes, leftover))
     if found is None:
-        what = f"no answer within {_DEADLINE_S:g} s" + (f"; {leftover[-1]} may be left" if leftover else "")
+        what = f"no answer within {_DEADLINE_S:g} s" + (
+            f"; the test file {leftover[-1]} may be left there" if leftover else ""
+        )
         return FolderFacts(path=str(path), failed_step="answer", error=what, error_number=errno.ETIMEDOUT)
     return found
 
@@ -104,7 +107,8 @@ def _write_and_read(path: Path, num_bytes: int, leftover: list[Path]) -> tuple[i
             step = "rename"
             name.rename(renamed)
             leftover.append(renamed)
-            _sync_folder(path)
+            step = "sync the folder (fsync)"
+            sync_folder(path)
             step = "read back"
             _compare(file, chunk, written)
         finally:
@@ -120,16 +124,6 @@ def _write_and_read(path: Path, num_bytes: int, leftover: list[Path]) -> tuple[i
     return written, duration_s
 
 
-def _sync_folder(path: Path) -> None:
-    """Make the new name durable; file systems that cannot do that for a folder are tolerated."""
-    with suppress(OSError):
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 def _compare(file: int, chunk: bytes, num_bytes: int) -> None:
     """Check that the file holds the bytes that were written: `chunk`, from its beginning after each whole one."""
     position = 0
@@ -137,7 +131,7 @@ def _compare(file: int, chunk: bytes, num_bytes: int) -> None:
         begin = position % len(chunk)
         found = os.pread(file, min(len(chunk) - begin, num_bytes - position), position)
         if not found or found != chunk[begin : begin + len(found)]:
-            raise _StepError("read back", why="other bytes than were written")
+            raise _StepError("read back", why="the bytes read differ from those written")
         position += len(found)
 
 
@@ -188,7 +182,7 @@ def _advice(facts: FolderFacts) -> str:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return "delete files there, or have the quota raised (`quota`, `lfs quota`, `ulimit -f`)."
         case errno.ETIMEDOUT:
-            return "see whether the server of that file system answers; delete what is left when it does."
+            return "check that the server of that file system answers; then delete the test file, if it is still there."
         case _:
             return "choose another folder, or ask the administrator of that file system."
 
@@ -197,7 +191,7 @@ def check_space(facts: FolderFacts) -> Finding:
     """Whether there is room for checkpoints."""
     name = "checkpoint-space"
     if facts.free is None:
-        return Finding(name=name, status="skipped", found="the file system does not tell", advice="see `df`.")
+        return Finding(name=name, status="skipped", found="the file system does not report it", advice="see `df`.")
     found = f"{gib(facts.free)} free of {gib(facts.total)}"
     if facts.free < _MIN_FREE_BYTES:
         advice = (
@@ -217,14 +211,14 @@ def check_file_system(facts: FolderFacts, job: JobSize) -> Finding:
         return Finding(
             name=name,
             status="warning",
-            found=f"{found}: ends with this machine or its container",
-            advice="choose a folder on a volume that outlives them.",
+            found=f"{found}: lost when this machine or its container ends",
+            advice="choose a folder on a persistent volume.",
         )
     if facts.file_system in OF_ONE_NODE and job.has_other_nodes:
         return Finding(
             name=name,
             status="warning",
-            found=f"{found}: mostly a disk of this node alone",
+            found=f"{found}: usually a disk of this node only",
             advice="choose a folder that all nodes share (NFS, Lustre): each rank writes a part of a checkpoint.",
         )
     return Finding(name=name, status="ok", found=found)

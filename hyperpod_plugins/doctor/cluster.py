@@ -122,7 +122,7 @@ def check_slurm_notice(facts: ClusterFacts) -> Finding:
     if limit == "UNLIMITED":
         return Finding(name=name, status="ok", found="no time limit")
     if not facts.script:
-        found = f"time limit {limit}; Slurm tells no batch script, and so not whether it signals the job before"
+        found = f"time limit {limit}; Slurm does not show the batch script, so a --signal in it cannot be seen"
         return Finding(name=name, status="skipped", found=found, advice=advice)
     return Finding(
         name=name,

@@ -193,7 +193,9 @@ def check_driver(facts: GpuFacts, job: JobSize) -> Finding:
     if facts.smi_failure and not facts.gpus:
         return error(facts.smi_failure, "look at `dmesg` for lines with NVRM or Xid; reload the driver or reboot.")
     if facts.cuda is None:
-        return error("this build of torch has no CUDA", "install a build with CUDA: see pytorch.org/get-started.")
+        return error(
+            "this build of torch has no CUDA support", "install a build with CUDA: see pytorch.org/get-started."
+        )
     if facts.torch is None or facts.torch.error:
         why = "torch was not asked" if facts.torch is None else facts.torch.error
         advice = f"install a driver for CUDA {facts.cuda}, or a torch for this driver; then look at `dmesg` for Xid."
@@ -214,7 +216,7 @@ def check_gpu_health(facts: GpuFacts) -> Finding:
     bad = [f"GPU {each.index}: {each.uncorrected_errors}" for each in facts.gpus if each.uncorrected_errors]
     if bad or facts.has_bad_rows:
         what = [f"uncorrected memory errors ({', '.join(bad)})"] if bad else []
-        what += ["rows of memory that wait for a reset, or that cannot be replaced"] if facts.has_bad_rows else []
+        what += ["memory rows whose remapping waits for a reset, or has failed"] if facts.has_bad_rows else []
         return Finding(
             name="gpu-health",
             status="error",
@@ -222,7 +224,7 @@ def check_gpu_health(facts: GpuFacts) -> Finding:
             advice="drain the node and reset its GPUs (nvidia-smi -r); replace it if that does not help.",
         )
     if all(each.uncorrected_errors is None for each in facts.gpus):
-        found, advice = "nvidia-smi tells no memory errors of these GPUs", "look at `dmesg` for lines with Xid."
+        found, advice = "nvidia-smi does not report memory errors for these GPUs", "look at `dmesg` for lines with Xid."
         return Finding(name="gpu-health", status="skipped", found=found, advice=advice)
     return Finding(name="gpu-health", status="ok", found="no uncorrected memory errors since the driver was loaded")
 
@@ -235,7 +237,7 @@ def check_gpu_memory(gpus: tuple[Gpu, ...]) -> Finding:
             name="gpu-memory",
             status="warning",
             found=", ".join(f"GPU {index}: {gib(size)}" for index, size in used) + " in use by others",
-            advice="find them with nvidia-smi; ranks of a job that was killed may be left: end them first.",
+            advice="find them with nvidia-smi; they may be ranks of a job that was killed: end them first.",
         )
     if not gpus:
         return Finding(name="gpu-memory", status="skipped", found="nvidia-smi lists no GPU", advice="see `gpus`.")

@@ -49,7 +49,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """Limits and state of this machine; sizes are in bytes, and None means that the kernel does not tell."""
+    """Limits and state of this machine; sizes are in bytes, and None means that the kernel does not report it."""
 
     shm_total: int | None = None
     """Size of /dev/shm; None if there is none."""
@@ -388,7 +388,7 @@ def check_memory(facts: MachineFacts, job: JobSize) -> Finding:
     """Whether host memory is enough for the ranks and their snapshots."""
     if facts.memory_total is None:
         return Finding(
-            name="memory", status="skipped", found="the kernel does not tell", advice="look at /proc/meminfo."
+            name="memory", status="skipped", found="the kernel does not report it", advice="look at /proc/meminfo."
         )
     left = [facts.memory_total if facts.memory_available is None else facts.memory_available]
     found = f"{gib(left[0])} available of {gib(facts.memory_total)}"
@@ -414,7 +414,7 @@ def check_oom_kills(count: int) -> Finding:
     return Finding(
         name="oom-kills",
         status="warning",
-        found=f"the kernel has killed {count} processes of this cgroup as memory was short",
+        found=f"the kernel has killed {count} processes of this cgroup for lack of memory",
         advice="look at `dmesg`; give the job more memory, or DataLoaders fewer workers.",
     )
 
@@ -428,7 +428,7 @@ def check_swap(total: int, free: int) -> Finding:
     return Finding(
         name="swap",
         status="warning",
-        found=f"{gib(total - free)} used of {gib(total)}: a process that swaps may be silent, and seem lost",
+        found=f"{gib(total - free)} used of {gib(total)}: a process that swaps may be taken for lost",
         advice="end other programs, or turn swap off: swapoff -a.",
     )
 
@@ -437,7 +437,10 @@ def check_overcommit(mode: int | None) -> Finding:
     """Whether the kernel refuses reservations of address space."""
     if mode is None:
         return Finding(
-            name="overcommit", status="skipped", found="the kernel does not tell", advice="sysctl vm.overcommit_memory."
+            name="overcommit",
+            status="skipped",
+            found="the kernel does not report it",
+            advice="sysctl vm.overcommit_memory.",
         )
     if mode != 2:
         return Finding(name="overcommit", status="ok", found=f"vm.overcommit_memory={mode}")
@@ -455,7 +458,7 @@ def check_clock(facts: MachineFacts, job: JobSize) -> Finding:
         return Finding(
             name="clock",
             status="skipped",
-            found="the kernel does not tell",
+            found="the kernel does not report it",
             advice="run `timedatectl` or `chronyc tracking`.",
         )
     if facts.clock_is_synchronized:

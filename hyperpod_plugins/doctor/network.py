@@ -254,7 +254,7 @@ def check_host_name(facts: NetworkFacts, job: JobSize) -> Finding:
         return Finding(
             name="host-name",
             status=bad,
-            found=f"{listed}, which is no address of this machine: gloo then uses the loopback interface",
+            found=f"{listed}, which is not an address of this machine: gloo then uses the loopback interface",
             advice=f"{correct}, {use_name}.",
         )
     if facts.resolve_s > _SLOW_RESOLVE_S:
@@ -370,7 +370,7 @@ def check_rendezvous_port(facts: NetworkFacts, job: JobSize) -> Finding:
 def check_port_range(ports: tuple[int, int] | None, job: JobSize) -> Finding:
     """Whether there are enough ports for the connections of the ranks."""
     if ports is None:
-        found, advice = "the kernel does not tell", "look at `sysctl net.ipv4.ip_local_port_range`."
+        found, advice = "the kernel does not report it", "look at `sysctl net.ipv4.ip_local_port_range`."
         return Finding(name="port-range", status="skipped", found=found, advice=advice)
     count, needed = ports[1] - ports[0] + 1, _PORTS_OF_A_MACHINE + _PORTS_PER_RANK * job.local_world_size
     found = f"{count:,} ports for connections, {ports[0]} to {ports[1]}"

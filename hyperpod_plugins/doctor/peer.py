@@ -105,10 +105,10 @@ def parse_token(text: str) -> bytes:
     return token
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- the connection ---------------------------------------------------------------------------------------------------
 
 
-class Wire:
+class DeadlineConnection:
     """A connection on which every wait ends at one deadline."""
 
     def __init__(self, connection: socket.socket, duration_s: float) -> None:
@@ -198,30 +198,30 @@ def serve_one(listener: socket.socket, token: bytes, wait_s: float) -> PeerFacts
     while (left_s := until_s - time.monotonic()) > 0:
         listener.settimeout(left_s)
         try:
-            connection, address = listener.accept()
+            accepted, address = listener.accept()
         except ConnectionError:  # the caller has gone before it was accepted
             continue
         except OSError:
             break
-        with connection:
-            wire = Wire(connection, min(_GREETING_S, left_s))
-            if not _knows_token(wire, token):
+        with accepted:
+            connection = DeadlineConnection(accepted, min(_GREETING_S, left_s))
+            if not _knows_token(connection, token):
                 num_strangers += 1
                 continue
-            wire.extend(CONVERSATION_S)
+            connection.extend(CONVERSATION_S)
             try:
-                return _serve(wire, str(address[0]))
+                return _serve(connection, str(address[0]))
             except (_PeerError, OSError) as error:
                 return PeerFacts(peer=str(address[0]), error=_reason(error))
     strangers = f"; {num_strangers} callers did not know the token" if num_strangers else ""
-    return PeerFacts(peer="the other node", error=f"none called within {wait_s:g} s{strangers}")
+    return PeerFacts(peer="the other node", error=f"no node connected within {wait_s:g} s{strangers}")
 
 
-def _knows_token(wire: Wire, token: bytes) -> bool:
+def _knows_token(connection: DeadlineConnection, token: bytes) -> bool:
     challenge = secrets.token_bytes(_CHALLENGE_BYTES)
     try:
-        wire.send(_MAGIC + challenge)
-        return hmac.compare_digest(wire.receive(_DIGEST_BYTES), _digest(token, challenge))
+        connection.send(_MAGIC + challenge)
+        return hmac.compare_digest(connection.receive(_DIGEST_BYTES), _digest(token, challenge))
     except (_PeerError, OSError):
         return False
 
@@ -230,17 +230,17 @@ def _digest(token: bytes, challenge: bytes) -> bytes:
     return hmac.digest(token, _MAGIC + challenge, "sha256")
 
 
-def _serve(wire: Wire, address: str) -> PeerFacts:
+def _serve(connection: DeadlineConnection, address: str) -> PeerFacts:
     """Answer frames until the result arrives."""
     upload, download = 0.0, 0.0
-    wire.send_frame(_CLOCK)  # welcome
+    connection.send_frame(_CLOCK)  # welcome
     for _ in range(_MAX_FRAMES):
-        kind, first, second = wire.receive_frame()
+        kind, first, second = connection.receive_frame()
         received_ns = time.time_ns()
         if kind == _CLOCK:
-            wire.send_frame(_CLOCK, received_ns, time.time_ns())
+            connection.send_frame(_CLOCK, received_ns, time.time_ns())
         elif kind == _RESULT:
-            wire.send_frame(_RESULT)
+            connection.send_frame(_RESULT)
             # The caller's clock minus ours is what it has found with the opposite sign.
             return PeerFacts(
                 peer=address, offset_s=-first / 1e9, round_trip_s=second / 1e9, upload=upload, download=download
@@ -248,12 +248,12 @@ def _serve(wire: Wire, address: str) -> PeerFacts:
         elif kind in (_UPLOAD, _DOWNLOAD) and 0 < first <= _MAX_BYTES:
             began_s = time.perf_counter()
             if kind == _UPLOAD:
-                wire.receive_many(first)
-                wire.send_frame(_UPLOAD, first)
+                connection.receive_many(first)
+                connection.send_frame(_UPLOAD, first)
                 download = first / _elapsed(began_s)
             else:
-                wire.send_many(first)
-                wire.expect(_DOWNLOAD)
+                connection.send_many(first)
+                connection.expect(_DOWNLOAD)
                 upload = first / _elapsed(began_s)
         else:
             raise _PeerError(f"it sent a frame that is not allowed: {kind!r} {first}")
@@ -282,24 +282,24 @@ def measure_peer(
         sleep(_RETRY_S)
     with connection:
         try:
-            return _measure(Wire(connection, CONVERSATION_S), peer, token)
+            return _measure(DeadlineConnection(connection, CONVERSATION_S), peer, token)
         except (_PeerError, OSError) as error:
             return PeerFacts(peer=peer, error=_reason(error))
 
 
-def _measure(wire: Wire, peer: str, token: bytes) -> PeerFacts:
-    greeting = wire.receive(len(_MAGIC) + _CHALLENGE_BYTES)
+def _measure(connection: DeadlineConnection, peer: str, token: bytes) -> PeerFacts:
+    greeting = connection.receive(len(_MAGIC) + _CHALLENGE_BYTES)
     if not greeting.startswith(_MAGIC):
-        raise _PeerError("it is no `hyperpod doctor --listen` of this version")
-    wire.send(_digest(token, greeting[len(_MAGIC) :]))
+        raise _PeerError("it is not a `hyperpod doctor --listen` of this version")
+    connection.send(_digest(token, greeting[len(_MAGIC) :]))
     try:
-        wire.expect(_CLOCK)
+        connection.expect(_CLOCK)
     except (_PeerError, ConnectionError):
         raise _PeerError("it rejected the token") from None
-    offset_s, round_trip_s = best_offset([_exchange_times(wire) for _ in range(_NUM_CLOCK_EXCHANGES)])
-    upload, download = _rate(wire, _upload), _rate(wire, _download)
-    wire.send_frame(_RESULT, int(offset_s * 1e9), int(round_trip_s * 1e9))
-    wire.expect(_RESULT)
+    offset_s, round_trip_s = best_offset([_exchange_times(connection) for _ in range(_NUM_CLOCK_EXCHANGES)])
+    upload, download = _rate(connection, _upload), _rate(connection, _download)
+    connection.send_frame(_RESULT, int(offset_s * 1e9), int(round_trip_s * 1e9))
+    connection.expect(_RESULT)
     return PeerFacts(peer=peer, offset_s=offset_s, round_trip_s=round_trip_s, upload=upload, download=download)
 
 
@@ -307,12 +307,12 @@ _LATEST_NS = 1 << 62
 """Unix time in the year 2116; differences of earlier times fit a frame."""
 
 
-def _exchange_times(wire: Wire) -> tuple[int, int, int, int]:
+def _exchange_times(connection: DeadlineConnection) -> tuple[int, int, int, int]:
     sent_ns = time.time_ns()
-    wire.send_frame(_CLOCK)
-    received_ns, answered_ns = wire.expect(_CLOCK)
+    connection.send_frame(_CLOCK)
+    received_ns, answered_ns = connection.expect(_CLOCK)
     if not 0 <= received_ns <= answered_ns < _LATEST_NS:
-        raise _PeerError("its clock gave times that cannot be")
+        raise _PeerError("its clock returned impossible times")
     return sent_ns, received_ns, answered_ns, time.time_ns()
 
 
@@ -327,11 +327,11 @@ def best_offset(exchanges: list[tuple[int, int, int, int]]) -> tuple[float, floa
     return offset_ns / 1e9, max(round_trip_ns, 0) / 1e9
 
 
-def _rate(wire: Wire, transfer: Callable[[Wire, int], float]) -> float:
+def _rate(connection: DeadlineConnection, transfer: Callable[[DeadlineConnection, int], float]) -> float:
     """Bytes a second of a transfer that takes a moment; smaller ones before it determine its size."""
     num_bytes, rate = _PROBE_BYTES, 0.0
     for _ in range(_MAX_TRANSFERS):
-        rate = transfer(wire, num_bytes)
+        rate = transfer(connection, num_bytes)
         if num_bytes / rate >= _TRANSFER_S / 2:
             break
         num_bytes = transfer_bytes(rate)
@@ -343,21 +343,21 @@ def transfer_bytes(rate: float) -> int:
     return min(max(int(rate * _TRANSFER_S), _PROBE_BYTES), _MAX_BYTES)
 
 
-def _upload(wire: Wire, num_bytes: int) -> float:
+def _upload(connection: DeadlineConnection, num_bytes: int) -> float:
     began_s = time.perf_counter()
-    wire.send_frame(_UPLOAD, num_bytes)
-    wire.send_many(num_bytes)
-    if wire.expect(_UPLOAD)[0] != num_bytes:
+    connection.send_frame(_UPLOAD, num_bytes)
+    connection.send_many(num_bytes)
+    if connection.expect(_UPLOAD)[0] != num_bytes:
         raise _PeerError("it received another number of bytes")
     return num_bytes / _elapsed(began_s)
 
 
-def _download(wire: Wire, num_bytes: int) -> float:
+def _download(connection: DeadlineConnection, num_bytes: int) -> float:
     began_s = time.perf_counter()
-    wire.send_frame(_DOWNLOAD, num_bytes)
-    wire.receive_many(num_bytes)
+    connection.send_frame(_DOWNLOAD, num_bytes)
+    connection.receive_many(num_bytes)
     rate = num_bytes / _elapsed(began_s)
-    wire.send_frame(_DOWNLOAD, num_bytes)
+    connection.send_frame(_DOWNLOAD, num_bytes)
     return rate
 
 

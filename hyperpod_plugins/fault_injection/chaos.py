@@ -124,7 +124,7 @@ def select_agents(table: dict[int, Process], *, pid: int | None = None, run_id: 
     listed = ", ".join(map(str, agents)) or "none"
     if pid is not None:
         if pid not in agents:
-            raise ConfigError(f"process {pid} is no agent of hyperpodrun with workers; on this machine: {listed}.")
+            raise ConfigError(f"process {pid} is not an agent of hyperpodrun with workers; on this machine: {listed}.")
         return [pid]
     if run_id is not None:
         named = [agent for agent in agents if run_id in _run_ids(table[agent].command)]

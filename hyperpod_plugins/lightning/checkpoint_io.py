@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.errors import ConfigError, PeerLost
 from hyperpod_plugins.lightning.compat import LightningModule
 from hyperpod_plugins.lightning.trainer_state import sharded_parts
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.checkpoint.files import raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.save_load import has_tensor
 from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, write_single_file

@@ -37,7 +37,7 @@ from hyperpod_plugins.elastic.scaling.batch import StepBatch
 from hyperpod_plugins.elastic.scaling.batch_config import BatchConfig
 from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
-    LrScaling,
+    LRScaling,
     LRScalingRule,
     find_reference,
     publish_reference,
@@ -141,7 +141,7 @@ class ElasticTraining(BatchSizeCallback):
         samples_per_replica: int = 0,
         micro_batch_size: int = 0,
         policy: ElasticPolicy | Mapping[str, Any] | str | Path | None = None,
-        lr_scaling: LrScaling = "none",
+        lr_scaling: LRScaling = "none",
         reference_batch_size: int = 0,
         warmup_samples: int = 0,
         scale_adam: bool = False,
@@ -185,7 +185,10 @@ class ElasticTraining(BatchSizeCallback):
                 created.
         """
         if self.split is None and self.batch.follows_world:
-            raise ConfigError("how many samples a step has is known only when the Trainer has set up the processes.")
+            raise ConfigError(
+                "the number of samples of a step is known only when the Trainer has set up the processes. Read it "
+                "where loaders are created, or later."
+            )
         return self.batch.global_batch_size if self.split is None else self.split.global_batch_size
 
     @property

@@ -357,7 +357,7 @@ def check_validation_now(trainer: Trainer) -> None:
         return
     micro_steps = trainer.accumulate_grad_batches
     raise ConfigError(
-        f"an epoch of unknown length has ended after a number of batches that is no multiple of {micro_steps} "
+        f"an epoch of unknown length has ended after a number of batches that is not a multiple of {micro_steps} "
         f"(accumulate_grad_batches), so validation every {trainer.val_check_batch} batches falls between the "
         "micro-steps of an optimizer step. A process that replaces a lost one there would validate while the others "
         f"train. Give limit_train_batches a multiple of {micro_steps}, validate at the end of epochs "

@@ -253,7 +253,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             ConfigError: the Trainer has not set up the processes yet.
         """
         if self._topology is None:
-            raise ConfigError("the topology is known only after the Trainer has set up the processes")
+            raise ConfigError("the topology is known only once the Trainer has set up the processes: from setup() on")
         return self._topology
 
     @property

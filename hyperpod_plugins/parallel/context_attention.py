@@ -1,6 +1,6 @@
 """Attention over a sequence whose parts are on the ranks of a context group, equal to attention over the whole.
 
-All else in a transformer treats each token alone, so that only attention communicates. There are two ways:
+Everything else in a transformer treats each token alone, so only attention communicates. There are two ways:
 
     heads exchanged        An all-to-all gives each rank the whole sequence of some heads, and one back. Any attention
                            works, if the ranks can share the heads, and those of keys and values, equally. The parts of
@@ -10,7 +10,7 @@ All else in a transformer treats each token alone, so that only attention commun
                            tail. (Llama 3, arXiv 2407.21783, section 3.3.2)
 
 Both use two autograd functions, `gather_sequence` and `exchange`; their backward is again a collective, issued in the
-order of the autograd graph, which is the same on all ranks of the group. Tensors travel as bytes, so that any type may.
+order of the autograd graph, which is the same on all ranks of the group. Tensors are sent as bytes, so any dtype works.
 Under torch.compile, what communicates runs between the graphs.
 """
 

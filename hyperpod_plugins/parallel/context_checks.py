@@ -150,7 +150,7 @@ def _problem_that_may_come(model: Any, loss_function: Callable[..., Any]) -> str
     if whole := [key for key in _WHOLE_OUTPUTS if getattr(config, key, False)]:
         return (
             f"its configuration asks for {', '.join(whole)}, of which each rank has a part only; an auxiliary loss of "
-            "routers is no sum over tokens"
+            "routers is not a sum over tokens"
         )
     hooks = model.get_input_embeddings()._forward_hooks.values()
     if any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks):

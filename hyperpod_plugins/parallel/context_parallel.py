@@ -6,7 +6,7 @@ The program gives the model whole sequences with labels, equal on all ranks of a
     before forward   compare the batch with that of the other ranks; pad it, shift the labels, cut this rank's part
     masks            from the positions of whole sequences, by the functions that transformers would use on one process
     attention        over whole sequences (`context_attention.py`)
-    after forward    the loss of whole sequences, whose gradient is right under FSDP2; logits refuse to be used
+    after forward    the loss of whole sequences, whose gradient is right under FSDP2; logits, of which any use raises
 
 A model of another kind uses a `SequenceContext` in its own forward (`sequence_context.py`).
 """
@@ -79,7 +79,7 @@ class ContextAttention:
         """Return the attention of a model with this configuration, whose heads tensor peers divide among them.
 
         Raises:
-            ConfigError: it cannot communicate as was asked for.
+            ConfigError: `context_comm_type` is not possible for it.
         """
         kind, asked = config._attn_implementation, degrees.comm_type
         if kind == "eager":
@@ -92,7 +92,7 @@ class ContextAttention:
             return cls(kind=kind, comm_type="all_gather")
         if asked == "p2p":
             refuse_dropout(getattr(config, "attention_dropout", 0.0))
-        return cls(kind=kind, comm_type=degrees.way_of(config.num_attention_heads, config.num_key_value_heads))
+        return cls(kind=kind, comm_type=degrees.comm_type_for(config.num_attention_heads, config.num_key_value_heads))
 
 
 _ATTENTIONS = [
@@ -536,7 +536,7 @@ def attend_as(
         **kwargs: passed on to the attention of one process.
 
     Raises:
-        ConfigError: it has dropout, and goes round a ring.
+        ConfigError: it has dropout, and keys are passed round a ring.
     """
     if attention.comm_type == "p2p":
         refuse_dropout(kwargs.get("dropout", 0.0))

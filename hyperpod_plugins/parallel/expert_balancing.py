@@ -20,12 +20,12 @@ mode nothing changes, so that what is saved of a balanced model is an ordinary o
 
 Each rank balances its own tokens, and data parallelism averages the gradients: results are those of the same batches on
 each rank, not of one process with all tokens; except for `bias`, which follows the tokens of all ranks. All tokens
-count, those of padding, too. Each forward adds its losses, so
-that those of several micro-steps add up where the program does not divide the loss by their number.
+count, including padding. Each forward adds its losses, so those of several micro-steps add up if the program does not
+divide the loss by their number.
 
 [Note: where losses come from] A router notes its logits while the forward of the language model runs, which adds to the
-loss at its end. What is recomputed in backward is not noted again. A program that calls only a part of the model in
-training would not be balanced: it is told.
+loss at its end. What is recomputed in backward is not noted again. A part of the model that is called by
+itself in training would not be balanced, so such a call raises `ConfigError`.
 """
 
 import inspect
@@ -72,7 +72,7 @@ def balance_experts(
 ) -> nn.Module:
     """Let a causal language model of transformers balance its experts while it trains, in place.
 
-    Call it before the model is parallelized, and train on the loss that the model returns. To call it again with the
+    Call it before the model is parallelized, and train on the loss that the model returns. Calling it again with the
     same arguments has no effect.
 
     Args:
@@ -255,7 +255,10 @@ def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
             )
         found |= {key: each for key, each in beside.items() if all(each is not other for other in found.values())}
     if not layers:
-        raise ConfigError(f"{type(model).__name__} has no layer of experts that is known, so nothing can be balanced.")
+        raise ConfigError(
+            f"{type(model).__name__} has no layer of experts that is known, so nothing can be balanced. Leave "
+            "balance_experts out, or balance the model in its own code."
+        )
     return found
 
 
@@ -389,6 +392,6 @@ def _language_model(model: nn.Module) -> Any:
     if len(found) != 1:
         raise ConfigError(
             f"balance_experts is for one causal language model of transformers, and {type(model).__name__} contains "
-            f"{len(found)}."
+            f"{len(found)}. Call it with one such model, or with a module that contains one."
         )
     return found[0]

@@ -39,7 +39,7 @@ from hyperpod_plugins.parallel.context_attention import all_gather
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """How the rows of one layer's forward travel between the ranks of an expert group."""
+    """Which rows of one layer's forward go to which rank of an expert group, and come back."""
 
     group: dist.ProcessGroup
     num_choices: int
@@ -97,7 +97,7 @@ def check_inputs(layer: str, hidden: Tensor, expert_index: Tensor, weights: Tens
 def route(
     expert_index: Tensor, num_experts: int, group: dist.ProcessGroup, *, tensor_degree: int = 1
 ) -> tuple[Routes, Tensor]:
-    """Decide how rows travel. A collective, after which the host waits for the device.
+    """Decide which rows go to which rank. A collective, after which the host waits for the device.
 
     Args:
         expert_index: experts of each token, `(tokens, choices)`.
@@ -260,7 +260,7 @@ class _Join(torch.autograd.Function):
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send the first `sent[0]` rows to rank 0 and so on; return the rows received, in order of ranks.
 
-    Rows travel as bytes, so that any type may.
+    Rows are sent as bytes, so any dtype works.
     """
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     given = rows.contiguous().view(torch.uint8)

@@ -390,7 +390,10 @@ class ExpertLoad:
         """
         layers = layers_of_experts(model)
         if not layers:
-            raise ConfigError(f"{type(model).__name__} has no layer of experts that is known, so it has no load.")
+            raise ConfigError(
+                f"{type(model).__name__} has no layer of experts that is known, so there is no load. Give a model with "
+                "such layers, or leave ExpertLoad out; a layer of your own sets holds_experts = True."
+            )
         self._model, self._layers = model, layers
         self._counts: dict[str, Tensor] = {}
         for name, part in layers.items():

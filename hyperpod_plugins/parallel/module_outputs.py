@@ -53,7 +53,7 @@ def _registering(state: Any, register: Callable[[Any], Any]) -> Callable[[Any], 
 def hidden_tensors(output: Any) -> list[Tensor]:
     """Return the computed tensors that need a gradient and lie in objects of an output, or in containers unlike lists.
 
-    Leaves, such as a parameter that an object holds on to, are no outputs.
+    Leaves, such as a parameter that an object holds on to, are not outputs.
     """
     hidden, plain, seen = dict[int, Tensor](), set[int](), set[int]()
     waiting: deque[tuple[Any, bool]] = deque([(output, False)])

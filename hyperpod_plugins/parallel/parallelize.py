@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 
 from hyperpod_plugins.comm import generation_of, group_health
 from hyperpod_plugins.delayed_init import materialize
-from hyperpod_plugins.delayed_init.files import files_digest
 from hyperpod_plugins.delayed_init.materialize import allocate, materialize_from_source
 from hyperpod_plugins.delayed_init.tape import binding_of, full_name, own_tensors, rebind, release_tapes, tapes_of
+from hyperpod_plugins.delayed_init.weight_files import files_digest
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.events import AllocatorWatch
 from hyperpod_plugins.memory.activation_plan import AutomaticPlan

@@ -237,7 +237,7 @@ def _find_pairs(model: nn.Module, calls: list[_Call], degree: int) -> tuple[list
         free = [call for call in free if call.name not in taken]
     linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) or is_conv1d(part)]
     paired = {name for pair in pairs for name in pair.plan}
-    left = {name: "it is no part of a pair of linear layers that run once" for name in linears if name not in paired}
+    left = {name: "it is not part of a pair of linear layers that run once" for name in linears if name not in paired}
     dividing: list[_Pair] = []
     for pair in pairs:
         sizes = {name: out_features(model.get_submodule(name)) for name in pair.columns}

@@ -336,7 +336,7 @@ class RankMicroStep:
 
 
 class FixedOrderAveraging:
-    """Averages gradients in a fixed order, so that results do not depend on the number of replicas.
+    """Passes the micro-steps of a rank to a `FixedOrderMean`, so that results do not depend on the number of replicas.
 
     Each micro-batch of a rank is its part of one logical shard. Losses are not divided, because a quotient would be
     rounded, and the number of micro-steps depends on the number of replicas.
@@ -371,7 +371,7 @@ class FixedOrderAveraging:
 
 
 class NoiseMeasuringAveraging:
-    """Averages gradients, and measures the norms that AdaScale estimates gradient noise from.
+    """Passes the micro-steps of a rank to a `NoiseMeasuringMean`, and keeps the norms that AdaScale reads.
 
     The comparison of gradients is part of the step, but AdaScale only uses it at the commit: a step that is computed
     again is compared again, and a step that is never committed has no effect.

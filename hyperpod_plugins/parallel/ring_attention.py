@@ -2,8 +2,8 @@
 
 Each rank computes its queries against one part of the keys after the other, while the next part is under way, and keeps
 the largest product and the sum of each query so far. So a rank holds its own part, the one that it computes with, in
-float32, and the one that is under way, however many there are. In backward, keys and values go round once more, and
-their gradients travel with them, in float32. The order of sums is that of the ring, so results have
+float32, and the one that is under way, however many there are. In backward, keys and values are passed round once
+more, together with their gradients, in float32. The order of sums is that of the ring, so results have
 the same bits each time. The parts are those of `SequenceLayout` where keys are gathered, which balances causal
 attention. (Liu et al., Ring Attention with Blockwise Transformers, arXiv 2310.01889)
 """

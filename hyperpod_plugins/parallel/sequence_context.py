@@ -41,7 +41,7 @@ class ContextDegrees:
         """Group of the ranks that have parts of the same sequences."""
         return context_group(self.shard_degree, self.tensor_degree, self.context_degree)
 
-    def way_of(self, num_heads: int, num_key_value_heads: int) -> Literal["a2a", "all_gather", "p2p"]:
+    def comm_type_for(self, num_heads: int, num_key_value_heads: int) -> Literal["a2a", "all_gather", "p2p"]:
         """Return how attention with so many heads communicates.
 
         Tensor peers may divide the heads among them, or each have all.
@@ -115,7 +115,7 @@ class SequenceContext:
         if degrees is None:
             return cls(SequenceLayout(length=length, degree=1, exchanges_heads=True), None, device)
         heads = num_heads, num_key_value_heads or num_heads
-        way = degrees.way_of(*heads)
+        way = degrees.comm_type_for(*heads)
         layout = SequenceLayout.of(length, degrees.context_degree, exchanges_heads=way == "a2a")
         if layout.length != length:
             raise ConfigError(

@@ -263,7 +263,7 @@ def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
     Every axis gets its own group, even an axis of size 1 or one that spans the world. `init_device_mesh` would
     reuse the default group for the latter; then the world could not grow without changing that axis.
 
-    With context parallelism there is a further group, `context_group(...)`, which is no axis of the mesh; with expert
+    With context parallelism there is a further group, `context_group(...)`, not an axis of the mesh; with expert
     parallelism there are those of `build_expert_mesh(...)`.
 
     Returns:

@@ -38,7 +38,7 @@ def check_whole(names: Mapping[str, object], *, least: int) -> None:
     """Check whole numbers that a user gave, by name.
 
     Raises:
-        ConfigError: One is no `int`, or below `least`.
+        ConfigError: One is not an `int`, or below `least`.
     """
     for name, value in names.items():
         if type(value) is not int or value < least:
@@ -368,8 +368,9 @@ def spares_needed(mtbf_s: float, repair_s: float, shortage: float = 0.01) -> int
         return 1
     if mean > _MOST_IN_REPAIR:
         raise ConfigError(
-            f"with a failure every {mtbf_s:g} s and repairs of {repair_s:g} s, {mean:g} nodes are in repair at a time; "
-            f"spares are computed for at most {_MOST_IN_REPAIR:,}. Give shorter repairs, or a lower rate of failures."
+            f"with a failure every {mtbf_s:g} s and repairs of {repair_s:g} s, {mean:g} nodes are in repair "
+            f"at any time; spares are computed for at most {_MOST_IN_REPAIR:,}. "
+            "Give shorter repairs, or a lower rate of failures."
         )
     number, log, missing = 0, -mean, 1.0
     while missing > shortage:

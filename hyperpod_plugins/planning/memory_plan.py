@@ -145,8 +145,8 @@ def plan_memory(
             With context parallelism it is given the length of a rank's part of the sequences.
 
     Raises:
-        ConfigError: An argument is of another type or out of range. The model is a configuration of no causal language
-            model, or one of which none can be built. The step depends on values or uses an operation
+        ConfigError: An argument is of another type or out of range. The model is a configuration of which no causal
+            language model can be built. The step depends on values or uses an operation
             that fake tensors do not have, or context or expert parallelism does not serve the model.
         DegreeError: The degrees do not fit the world.
         NotBuiltYetError: `context_parallel_degree` is above 1, and the model is not one of transformers.
@@ -299,7 +299,7 @@ def built_model(config: Any) -> nn.Module:
     """Build the model of a configuration of transformers on the meta device.
 
     Raises:
-        ConfigError: It is no such configuration, or no causal language model can be built of it.
+        ConfigError: It is not such a configuration, or no causal language model can be built of it.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 

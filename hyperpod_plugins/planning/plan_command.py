@@ -49,12 +49,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `hyperpod plan`."""
     parser.set_defaults(**dict.fromkeys(_WITHOUT_DEFAULT))
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS}  # so that --help shows no "(default: None)"
-    parser.add_argument("--preset", choices=["seeds"], help="print published figures beside ours, only", **hidden)
+    parser.add_argument(
+        "--preset",
+        choices=["seeds"],
+        help="only print published figures beside those that this package computes",
+        **hidden,
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--page", help="also write the plan as a page of HTML to this file", default=argparse.SUPPRESS)
     job = parser.add_argument_group("the job")
     job.add_argument("--nodes", type=int, help="nodes that train, without spares", **hidden)
-    job.add_argument("--accelerators-per-node", type=int, default=8, help="accelerators of a node")
+    job.add_argument("--accelerators-per-node", type=int, default=8, help="accelerators per node")
     length = job.add_mutually_exclusive_group()
     length.add_argument("--days", type=float, help="length of the work without failures, in days", **hidden)
     length.add_argument("--steps", type=int, help="length of the work in steps of --step-s", **hidden)
@@ -65,19 +70,21 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--price", type=float, default=0.0, help="price of an accelerator-hour")
     rate = parser.add_argument_group("failures")
     which = rate.add_mutually_exclusive_group()
-    which.add_argument("--failures-per-node-day", type=float, help="failures of a node in a day", **hidden)
+    which.add_argument("--failures-per-node-day", type=float, help="failures per node and day", **hidden)
     which.add_argument("--mtbf-hours", type=float, help="hours between failures of the whole job", **hidden)
     of_trace = 'failures of a real run, as JSON: {"duration_s": ..., "failures": [[time_s, node], ...]}'
     which.add_argument("--trace", help=of_trace, **hidden)
-    of_loss = "part of the failures that cost a node"
+    of_loss = "fraction of the failures that take a node down"
     rate.add_argument("--node-loss-fraction", type=float, default=round(NODE_LOSS_FRACTION, 3), help=of_loss)
-    of_shape = "below 1, nodes fail most after a repair; 1 is a constant rate"
+    of_shape = (
+        "shape of a Weibull distribution: below 1, nodes fail most often just after a repair; 1 is a constant rate"
+    )
     rate.add_argument("--weibull-shape", type=float, default=1.0, help=of_shape)
     of_equality = "all nodes fail alike; otherwise 3 of 63 cause half of the failures"
     rate.add_argument("--equal-nodes", action="store_true", help=of_equality)
-    of_exchange = "failures after which a node is exchanged for good; 0: never"
+    of_exchange = "failures after which a node is replaced for good; 0: never"
     rate.add_argument("--exclude-after", type=int, default=0, help=of_exchange)
-    of_retries = "whether recoveries fail and are tried again, as in a report from the field"
+    of_retries = "whether recoveries can fail and are retried, with published frequencies"
     rate.add_argument("--retries", choices=list(NAMED_RETRIES), default="none", help=of_retries)
     _add_stage_arguments(parser.add_argument_group("times of stages, in seconds"))
     add_model_arguments(parser.add_argument_group("memory plan"))
@@ -87,7 +94,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_stage_arguments(group: Any) -> None:
-    of_file = "JSON file with such times, or lists of measured ones, of which each failure draws one; options win"
+    of_file = "JSON file with these times, or lists of measured ones from which each failure draws; options win"
     group.add_argument("--stage-times", help=of_file, default=argparse.SUPPRESS)
     for each in fields(StageTimes):
         option, text = f"--{each.name.replace('_', '-')}", f"{_STAGE_HELP[each.name]} (default: {each.default:g})"

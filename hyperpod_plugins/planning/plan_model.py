@@ -42,7 +42,7 @@ _CHOICES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "float8_recipe": (FLOAT8_RECIPES, "none", "recipe of linear layers in float8"),
     "activation_checkpointing": (RECOMPUTE, "none", "what backward computes again"),
 }
-_OF_OFFLOAD = "keep inputs of recomputed blocks in host memory; auto: as far as that pays"
+_OF_OFFLOAD = "keep inputs of recomputed blocks in host memory; auto: only where that saves time"
 _SIZES = ("hidden_size", "num_hidden_layers")
 
 
@@ -153,8 +153,8 @@ def model_config(path: str) -> Any:
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, of_fields) as error:
         told = "it does not exist" if not Path(path).exists() else " ".join(str(error).split())
         raise ConfigError(
-            f"--model {path} is no folder or config.json of a transformers model: {told.rstrip('.')}. Give a folder "
-            "with a config.json that names a model_type of transformers and its sizes, or such a file."
+            f"--model {path} is neither a folder nor a config.json of a transformers model: {told.rstrip('.')}. "
+            "Give a folder with a config.json that names a model_type of transformers and its sizes, or such a file."
         ) from None
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if file.is_file() and (missing := _missing(json.loads(file.read_text()), config)):

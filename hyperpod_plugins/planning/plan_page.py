@@ -4,10 +4,10 @@ import html
 import math
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hyperpod_plugins.planning.closed_forms import HOUR_S
 from hyperpod_plugins.planning.plan import JobPlan, PlannedPolicy
+from hyperpod_plugins.whole_file import write_whole_file
 
 _PARTS = {
     "saves": ("saving checkpoints", "#6b4a93"),
@@ -53,10 +53,7 @@ def write_plan_page(plan: JobPlan, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(plan_page(plan))
-    temporary.replace(target)
+    write_whole_file(path, plan_page(plan))
 
 
 def _lines(plan: JobPlan) -> Iterator[str]:

@@ -70,7 +70,7 @@ class StageTimes:
         """Means of times that a run has measured, by the names of the fields; defaults where it has none.
 
         Raises:
-            ConfigError: A name is none of the fields, or has no times.
+            ConfigError: A name is not one of the fields, or has no times.
         """
         check_measured(measured)
         return cls(**{name: math.fsum(times_s) / len(times_s) for name, times_s in measured.items()})
@@ -80,7 +80,7 @@ def check_measured(measured: Mapping[str, Sequence[float]]) -> None:
     """Check measured times by fields of `StageTimes`.
 
     Raises:
-        ConfigError: A name is none of the fields, or has no times, or one that is no time.
+        ConfigError: A name is not one of the fields, or has no times, or a value is not a time.
     """
     names = [each.name for each in fields(StageTimes)]
     if unknown := sorted(set(measured) - set(names)):

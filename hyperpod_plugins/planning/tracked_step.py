@@ -38,7 +38,7 @@ class TrackedStep:
     """Bytes of one rank at the peak of forward and backward, besides its shards of what exists before."""
 
     gathered: float = 0.0
-    """Whole parameters and gradients, messages, and results of reductions that are no gradients."""
+    """Whole parameters and gradients, messages, and results of reductions that are not gradients."""
     gradients: float = 0.0
     """Shards of gradients that have arisen in the step."""
     activations: float = 0.0

@@ -63,7 +63,7 @@ from hyperpod_plugins.recovery.held_objects import (
     STATE,
     FollowedObject,
     FollowMode,
-    Slots,
+    SlotAttributes,
     StateCopies,
     can_be_made,
     find_held,
@@ -709,7 +709,7 @@ class PlainAttributes:
         if not held.owns(key) or not held.tables:
             return False
         table = held.tables[0]
-        if any(isinstance(each, Slots) and key in each.names for each in held.tables):
+        if any(isinstance(each, SlotAttributes) and key in each.names for each in held.tables):
             return True
         if any(key in table.get(each, {}) for each in _TABLES if isinstance(held.value, nn.Module)):
             return False

@@ -95,7 +95,7 @@ class FollowedObject:
         return key not in self.ignored if self.allowed is None else key in self.allowed
 
 
-class Slots(MutableMapping[str, Any]):
+class SlotAttributes(MutableMapping[str, Any]):
     """The attributes of an object with `__slots__`."""
 
     def __init__(self, value: object) -> None:
@@ -146,12 +146,12 @@ class Slots(MutableMapping[str, Any]):
 
 def is_full(table: MutableMapping[str, Any]) -> bool:
     """Whether each attribute that a table may ever have is there: its length changes only if one is deleted."""
-    return isinstance(table, Slots) and len(table) == len(table.names)
+    return isinstance(table, SlotAttributes) and len(table) == len(table.names)
 
 
 def reader_of(table: MutableMapping[str, Any], key: str, default: object) -> Callable[[], Any]:
     """Returns the value of a key of a table at each call, or `default` if it has none."""
-    if isinstance(table, Slots):
+    if isinstance(table, SlotAttributes):
         return partial(_read_slot, table.owner, key, default)
     return partial(table.get, key, default)
 
@@ -233,7 +233,7 @@ def make(name: str, cls: type, packages: frozenset[str]) -> FollowedObject | Non
 def _held(name: str, value: Any, mode: FollowMode) -> FollowedObject:
     match mode:
         case FollowMode.ATTRIBUTES:
-            slots = Slots(value)
+            slots = SlotAttributes(value)
             tables = (
                 *([vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []),
                 *([slots] if slots.names else []),

@@ -1,7 +1,7 @@
 """Detects what hangs: ranks, from the last heartbeat of each, and the device of this rank, whose queue must drain.
 
 `Watchdog` sends the heartbeats of this process. A rank that hangs sends no heartbeats, or reports that it is somewhere
-other than in the collective where the others wait for it. A long collective alone is no evidence of a hang. Inside a
+other than in the collective where the others wait for it. A long collective alone is not evidence of a hang. Inside a
 step, and for a rank that loads its data, the limit follows the job's own step time. A rank outside a step (a
 validation, a callback of the first rank) gets the general limit, even from ranks that already wait for it in their next
 step.

@@ -1,4 +1,4 @@
-"""A report through the libraries of others: spans for OpenTelemetry, and a scrape endpoint for Prometheus."""
+"""Exports a report by third-party libraries: spans for OpenTelemetry, and a scrape endpoint for Prometheus."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ def serve_prometheus(port: int, *, address: str = "127.0.0.1", rank: int = 0) ->
 
     Args:
         port: to listen on; 0 for one that the system chooses. Each rank of a node needs its own.
-        address: of the interface; others than loopback can be read by everybody who reaches it.
+        address: of the interface; with any but the loopback address, anyone who can reach it can read the figures.
         rank: a label of all figures.
 
     Returns:

@@ -374,7 +374,7 @@ def _last_sign_s(agent: ProcessRecord) -> float:
 def verdict_of(incidents: Iterable[Incident], timelines: Iterable[Timeline], *, is_complete: bool) -> Verdict:
     """Whether to start the run again: not if the same failure has happened twice in a row, with no new step between."""
     if is_complete:
-        return Verdict(action="continue", why="the run has ended as its program wanted")
+        return Verdict(action="continue", why="the program of the run ended normally")
     failures = [each for each in incidents if each.kind != "resize"]
     if len(failures) >= 2:
         before, last = failures[-2:]

@@ -1,7 +1,7 @@
 """`JobView`: what `hyperpod top`, `hyperpod serve` and `hyperpod status --json` show of a running job. Plain data.
 
-`job_view` makes it, without any clock or store, of what `report.watch` has read. Stores and ledgers are untrusted: a
-heartbeat or a status with impossible values counts as none, and texts are cut and made printable.
+`job_view` is a pure function of what `report.watch` has read. Stores and ledgers are untrusted: a heartbeat or a status
+with impossible values is ignored, and texts are cut and made printable.
 
 [Note: clocks] As in `recovery.watchdog`, no clock of another machine is read. The age of a heartbeat is the time since
 this process has first seen it, so it is a lower bound, and 0 at the first look.
@@ -121,7 +121,7 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class JobReading:
     """What was read of a job at one moment."""
 
     run_id: str
@@ -143,20 +143,22 @@ class Sight:
     figures: LedgerFigures | None = None
 
 
-def job_view(sight: Sight) -> JobView:
+def job_view(reading: JobReading) -> JobView:
     """Make the view of what was read.
 
     Raises:
-        ValueError: the status lacks a field, or has one that is no count.
+        ValueError: the status lacks a field, or one of its fields is not a count.
     """
-    status = {name: _count(sight.status, name) for name in _STATUS_FIELDS}
-    figures = LedgerFigures() if sight.figures is None else sight.figures
-    ranks = [_rank_view(sight, figures, rank, worker_id) for rank, worker_id in enumerate(sight.worker_ids[:MAX_RANKS])]
+    status = {name: _count(reading.status, name) for name in _STATUS_FIELDS}
+    figures = LedgerFigures() if reading.figures is None else reading.figures
+    ranks = [
+        _rank_view(reading, figures, rank, worker_id) for rank, worker_id in enumerate(reading.worker_ids[:MAX_RANKS])
+    ]
     return JobView(
-        run_id=_text(sight.run_id),
+        run_id=_text(reading.run_id),
         state="running" if ranks else "starting",
         message="" if ranks else "no rank has begun to train",
-        round=sight.round,
+        round=reading.round,
         generation=status["generation"],
         num_ranks=status["ranks"],
         num_replicas=status["replicas"],
@@ -166,8 +168,8 @@ def job_view(sight: Sight) -> JobView:
         num_requested=status["asked"],
         ranks=ranks,
         step=max((each.step for each in ranks if each.step is not None), default=None),
-        steps_per_s=_rounded(sight.steps_per_s),
-        events=_text(sight.events),
+        steps_per_s=_rounded(reading.steps_per_s),
+        events=_text(reading.events),
         part_read=round(figures.part_read, 4),
         goodput=_rounded(figures.goodput),
         ettr=_rounded(figures.ettr),
@@ -177,18 +179,18 @@ def job_view(sight: Sight) -> JobView:
     )
 
 
-def _rank_view(sight: Sight, figures: LedgerFigures, rank: int, worker_id: int) -> RankView:
-    incarnation = sight.incarnations.get(worker_id, 0)
-    heartbeat = sight.heartbeats.get(worker_id)
+def _rank_view(reading: JobReading, figures: LedgerFigures, rank: int, worker_id: int) -> RankView:
+    incarnation = reading.incarnations.get(worker_id, 0)
+    heartbeat = reading.heartbeats.get(worker_id)
     host, pid = figures.places.get((worker_id, incarnation), ("", None))
     known = RankView(
         rank=rank, worker_id=worker_id, incarnation=incarnation, state="joining", host=_text(host), pid=pid
     )
-    if worker_id in sight.exited:
+    if worker_id in reading.exited:
         known = replace(known, state="gone")
     if heartbeat is None or heartbeat.incarnation < incarnation:  # that of a process that is gone
         return known
-    silent_s = sight.silent_s.get(worker_id, 0.0)
+    silent_s = reading.silent_s.get(worker_id, 0.0)
     state = known.state if known.state == "gone" else "late" if silent_s > HEARTBEATS_MISSED_S else "running"
     return replace(
         known,
@@ -225,7 +227,7 @@ _DONE = {
 
 
 def heartbeat_from(values: object) -> Heartbeat | None:
-    """Convert what a store holds to a heartbeat; None if it is none. Fields of a later version are left out."""
+    """Convert what a store holds to a heartbeat; None if it is not one. Fields of a later version are left out."""
     if not isinstance(values, dict):
         return None
     given: dict[str, Any] = {}

@@ -116,7 +116,7 @@ class _Tail:
         return None
 
     def give_up(self) -> None:
-        """Read this file no more: it is no ledger."""
+        """Do not read this file any more: it is not a ledger."""
         self.offset, self._is_given_up = self.size, True
 
     def lines(self) -> list[Any]:
@@ -309,7 +309,7 @@ class LiveLedgers:
                 self._take(tail, fields, now_s)
 
     def _begin(self, tail: _Tail) -> None:
-        """Read the first line of a file, or give the file up if it is no ledger."""
+        """Read the first line of a file, or give the file up if it is not a ledger."""
         first = tail.first_line()
         if first is None:
             return

@@ -5,19 +5,17 @@ and its Content-Security-Policy allows the two scripts of ours and no request.
 """
 
 import base64
-import contextlib
 import hashlib
 import html
 import json
 import os
 import re
-import tempfile
 from importlib import resources
-from pathlib import Path
 from typing import Any, Final
 
 from hyperpod_plugins.report.page_data import page_data
 from hyperpod_plugins.report.run_report import RunReport
+from hyperpod_plugins.whole_file import write_whole_file
 
 _CODE: Final = ("format.js", "view.js", "timeline.js", "charts.js", "tables.js", "page.js")
 """Order in which the page's own code is joined."""
@@ -49,17 +47,7 @@ def write_page(report: RunReport, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    target = Path(path)
-    content = page_html(report).encode()
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp makes files for their owner only
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # It has become `target`.
-            os.unlink(temporary)
+    write_whole_file(path, page_html(report))
 
 
 def embedded_json(data: Any) -> str:

@@ -1,7 +1,7 @@
 """The data of a report's page: a `RunReport` made small enough for a file that people send to each other.
 
 Ledgers are written by processes that crash, and anybody may edit them: figures may be NaN, spans may overlap, texts may
-be of any length. What leaves here is finite, sorted and bounded.
+be of any length. The result is finite, sorted and bounded.
 """
 
 import math

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +10,11 @@ from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.report.make_report import run_report
 from hyperpod_plugins.report.measured_times import failure_trace_json, stage_times_json
 from hyperpod_plugins.report.page import write_page
+from hyperpod_plugins.report.perfetto_trace import perfetto_trace
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_report import RunReport
 from hyperpod_plugins.report.text import headline_rows, markdown, verdict_line
-from hyperpod_plugins.report.trace import perfetto_trace
+from hyperpod_plugins.whole_file import write_whole_file
 
 FORMATS = ("html", "md", "json", "png", "perfetto", "stage-times", "trace")
 _ENDINGS = {"html": "html", "png": "png"}
@@ -28,7 +28,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="html", help=of_format)
     of_output = "file to write, or - for standard output (default: that, but RUN/report.html and RUN/report.png)"
     parser.add_argument("--output", "-o", help=of_output, default=argparse.SUPPRESS)
-    of_check = "end with code 1 if the verdict is to stop: the run has failed twice in a row in the same way"
+    of_check = "exit with code 1 if the run should not be started again: it failed twice in a row in the same way"
     parser.add_argument("--check", action="store_true", help=of_check)
 
 
@@ -60,9 +60,11 @@ def _lines(report: RunReport, arguments: argparse.Namespace) -> list[str]:
             text = _texts[arguments.format](report)
             if given == "-":
                 return text.rstrip("\n").split("\n")
-            _write(path, text)
+            write_whole_file(path, text)
     except OSError as error:
-        raise ConfigError(f"the report cannot be written to {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"the report cannot be written to {path}: {error.strerror}. Give another --output."
+        ) from error
     figures = [f"{name}: {value}" for name, value in headline_rows(report.headline)]
     return [*figures, f"verdict: {verdict_line(report.verdict)}", f"written to {path}"]
 
@@ -78,9 +80,3 @@ _texts: Mapping[str, Callable[[RunReport], str]] = {
     "stage-times": stage_times_json,
     "trace": failure_trace_json,
 }
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -1,7 +1,7 @@
 """Reads the ledgers of a run: one `ProcessRecord` for each process that wrote one, whatever state the files are in.
 
 Ledgers are written by processes that are killed, over networks and by other versions, so nothing in them is trusted: a
-line that is torn, is no JSON, lacks a field or has one of another type is left out, and counted in `Run.problems`.
+line that is torn, is not JSON, lacks a field or has one of another type is left out, and counted in `Run.problems`.
 """
 
 import itertools
@@ -192,7 +192,7 @@ def _tell_other_jobs(workers: Sequence[ProcessRecord], problems: list[str]) -> N
     ordered = sorted((*span, name) for name, span in times.items())
     for (_, ended_s, name), (began_s, _, other) in itertools.pairwise(ordered):
         if began_s < ended_s - _OVERLAP_S:
-            problems.append(f"jobs {name!r} and {other!r} ran at once and wrote to this folder: give each its own")
+            problems.append(f"jobs {name!r} and {other!r} wrote to this folder at once: give each a folder of its own")
 
 
 def number_launches(workers: Sequence[ProcessRecord]) -> None:
@@ -221,26 +221,26 @@ def _read_file(path: Path, problems: list[str]) -> list[ProcessRecord]:
                 elif reader is not None:
                     reader.read(fields)
                 else:
-                    num_bad["of a process that is not known"] += 1
+                    num_bad["of an unknown process"] += 1
             except _LaterFormatError:
-                num_bad["of a later version of hyperpod_plugins, which this one cannot read,"] += 1
+                num_bad["from a later version of hyperpod_plugins, which this one cannot read"] += 1
             except (KeyError, TypeError, ValueError, OverflowError):
                 num_bad["with missing or impossible fields"] += 1
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
     for what, number in sorted(num_bad.items()):
-        problems.append(f"{path.name}: {number} {'line' if number == 1 else 'lines'} {what} left out")
+        problems.append(f"{path.name}: {number} {'line' if number == 1 else 'lines'} left out: {what}")
     for reader in readers:
         reader.finish()
     return [reader.record for reader in readers]
 
 
 def _lines(path: Path, num_bad: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Each line that is a JSON object; the last one of a killed process may be torn, which is no damage."""
+    """Each line that is a JSON object; the last one of a killed process may be torn, which is not damage."""
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                num_bad["that are too long"] += 1
+                num_bad["too long"] += 1
                 while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 continue
@@ -250,12 +250,12 @@ def _lines(path: Path, num_bad: Counter[str]) -> Iterator[dict[str, Any]]:
                 fields = load_line(line)
             except (ValueError, RecursionError):
                 if line.endswith(b"\n"):
-                    num_bad["that are no JSON"] += 1
+                    num_bad["not JSON"] += 1
                 continue
             if isinstance(fields, dict):
                 yield fields
             else:
-                num_bad["that are no JSON objects"] += 1
+                num_bad["not JSON objects"] += 1
 
 
 class _LaterFormatError(ValueError):
@@ -266,7 +266,7 @@ def load_line(line: bytes) -> Any:
     """Parse a line.
 
     Raises:
-        ValueError: it is no JSON, or has NaN or infinity.
+        ValueError: it is not JSON, or has NaN or infinity.
         RecursionError: it is nested too deeply.
     """
     return json.loads(line, parse_constant=_refuse_constant)

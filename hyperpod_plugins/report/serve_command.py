@@ -6,8 +6,8 @@
 
 There is nothing else, and no other method than GET and HEAD. Nothing that a browser sends has an effect on the job, and
 a page of another site can read nothing: a request whose `Host` is not a name of this server is refused (DNS
-rebinding), and no header permits other origins. Who can reach the port can read everything; so it is loopback by
-default.
+rebinding), and no header permits other origins. Anyone who can reach the port can read everything, so the default is
+loopback.
 """
 
 import argparse
@@ -45,7 +45,11 @@ _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plai
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `hyperpod serve`."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other lets others read the page")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; with another than the default, other machines can read the page",
+    )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on; 0 for a free one")
     add_watch_arguments(parser)
 
@@ -54,14 +58,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C.
 
     Raises:
-        ConfigError: no job is found, or the port cannot be had.
+        ConfigError: no job is found, or the port is not available.
     """
     watch = WatchOptions(run_id=arguments.run_id, events=arguments.events, interval_s=1.0).watch()
     server = open_server(watch, arguments.host, arguments.port)
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     _say(f"http://{shown}:{server.server_port}/")
     if arguments.host not in _LOOPBACK:
-        _say(f"warning: everybody who can reach port {server.server_port} of this machine can read this page")
+        _say(f"warning: anyone who can reach port {server.server_port} of this machine can read this page")
     watch.start()
     try:
         with own_messages_only():
@@ -82,7 +86,7 @@ def open_server(watch: JobWatch, host: str, port: int) -> "ViewServer":
     """Listen on a port.
 
     Raises:
-        ConfigError: the address or port cannot be had.
+        ConfigError: the address or port is not available.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port={port} must be between 0 and 65535; 0 chooses a free one.")
@@ -142,7 +146,7 @@ class ViewServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say in one line that an answer has failed; a connection that ends early is no error."""
+        """Say in one line that an answer has failed; a connection that ends early is not an error."""
         error = sys.exception()
         if not isinstance(error, OSError):
             sys.stderr.write(f"hyperpod serve: {type(error).__name__}: {printable(str(error))}\n")
@@ -225,7 +229,9 @@ class ViewHandler(BaseHTTPRequestHandler):
             case "/report":
                 self._send_report()
             case _:
-                self._send(HTTPStatus.NOT_FOUND, _TEXT, "there are /, /status.json and /report\n")
+                self._send(
+                    HTTPStatus.NOT_FOUND, _TEXT, "there is no such page; this server has /, /status.json and /report\n"
+                )
 
     do_HEAD = do_GET  # `_send` leaves the body out
 
@@ -246,7 +252,9 @@ class ViewHandler(BaseHTTPRequestHandler):
         is_method = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_method else HTTPStatus(code)
         self.close_connection = True
-        self._send(status, _TEXT, "this server is read-only: GET and HEAD\n" if is_method else f"{status.phrase}\n")
+        self._send(
+            status, _TEXT, "this server is read-only; it answers GET and HEAD\n" if is_method else f"{status.phrase}\n"
+        )
 
     def _send(self, status: HTTPStatus, kind: str, text: str, *, policy: str = _POLICY) -> None:
         data = text.encode(errors="replace")

@@ -84,7 +84,7 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield from _table(("rank", "host", "phase", "late in steps", "the run would have been shorter by"), rows)
     elif not report.are_waits_measured:
         yield ""
-        yield "The ranks' waits for each other were not measured, so this report cannot tell stragglers."
+        yield "The ranks' waits for each other were not measured, so this report cannot identify stragglers."
     for node in report.failing_nodes:
         yield ""
         chance = f"which has a probability of {node.probability:.1g} if all nodes are alike"

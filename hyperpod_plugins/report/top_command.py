@@ -1,8 +1,8 @@
 """`hyperpod top`: a running job, live in the terminal.
 
 The terminal reads keys one by one while it runs (cbreak mode), and is as before when it ends: by q, Ctrl-C, SIGTERM or
-an exception. Where standard input is no terminal there are no keys; where standard output is none, or the package
-`rich` is missing, each view is plain lines.
+an exception. If standard input is not a terminal, no keys are read; if standard output is not one, or the
+package `rich` is missing, each view is plain lines.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
 def add_top_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `hyperpod top`."""
     add_watch_arguments(parser)
-    parser.add_argument("--once", action="store_true", help="print one view, and exit")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks")
+    parser.add_argument("--once", action="store_true", help="print the state once, and exit")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two updates")
 
 
 def run_top(arguments: argparse.Namespace) -> int:
@@ -196,7 +196,7 @@ class Prompt:
 def _kill_text(rank: RankView | None, number: int, view: JobView) -> str:
     if rank is None:
         return f"there is no rank {number} among the {view.num_ranks} ranks of the job"
-    return f"the agent of rank {number} is asked to kill its process (worker {rank.worker_id})"
+    return f"the agent of rank {number} was asked to kill its process (worker {rank.worker_id})"
 
 
 def split_keys(data: bytes) -> list[str]:

@@ -1,4 +1,4 @@
-"""`JobWatch`: reads a running job again and again, in a thread of its own, so that a store that hangs blocks no key.
+"""`JobWatch`: reads a running job again and again in a thread, so a store that does not answer blocks no key.
 
 It reads the job store as agents and members do, a few requests at each look for any number of ranks, and writes
 nothing there: a request for each look, as `hyperpod status` makes one, would stay in the store for as long as the job
@@ -24,7 +24,7 @@ from hyperpod_plugins.elastic.rendezvous.store import RendezvousStore, name_of_r
 from hyperpod_plugins.elastic.store.job_store import JobStore
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.watchdog import HEARTBEATS_MISSED_S, Heartbeat, HeartbeatAges
-from hyperpod_plugins.report.live import MAX_RANKS, JobView, RankView, Sight, StepRate, heartbeat_from, job_view
+from hyperpod_plugins.report.live import MAX_RANKS, JobReading, JobView, RankView, StepRate, heartbeat_from, job_view
 from hyperpod_plugins.report.live_ledgers import LiveLedgers
 
 _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
@@ -49,7 +49,7 @@ class JobWatch:
         Args:
             ticket: of the job.
             events: folder of its ledgers; empty for the one that the ticket names.
-            interval_s: seconds between two looks.
+            interval_s: seconds between two updates.
         """
         self._ticket, self._interval_s = ticket, interval_s
         self._had_file = ticket.path.exists()
@@ -131,7 +131,9 @@ class JobWatch:
         except _LOST as error:
             self._view = self._without_store(str(error).partition("\n")[0])
         except _MALFORMED as error:
-            self._view = self._view.unreachable(f"the job's store holds what no process of a job writes: {error}")
+            self._view = self._view.unreachable(
+                f"the job's store holds a value that no process of a job writes: {error}"
+            )
         finally:
             self._looking_since_s = None
         return self._view
@@ -142,15 +144,15 @@ class JobWatch:
         assert rdzv_store is not None
         closing = rdzv_store.closing()
         if closing is not None:
-            how = "as its program wanted" if closing.is_success else closing.cause
+            how = "normally" if closing.is_success else closing.cause
             return self._view.ended(f"the job has ended: {how}")
         if self._had_file and not self._ticket.path.exists():
-            return self._view.ended("the job has ended, or its agent on this machine has")
+            return self._view.ended("the job, or its agent on this machine, has ended")
         with contextlib.suppress(queue.Empty):
             while True:
                 rank = self._kills.get_nowait()
                 job_store.ask_to_kill(rank.worker_id, rank.incarnation)
-        return job_view(self._sight(job_store))
+        return job_view(self._read(job_store))
 
     def _connected(self) -> JobStore:
         """The job store of the present round; connects if that is necessary."""
@@ -164,7 +166,7 @@ class JobWatch:
             self._ages, self._rate = HeartbeatAges(), StepRate()
         return self._job_store
 
-    def _sight(self, job_store: JobStore) -> Sight:
+    def _read(self, job_store: JobStore) -> JobReading:
         status, world = job_status(job_store), world_or_none(job_store)
         worker_ids = () if world is None else world.worker_ids[:MAX_RANKS]
         incarnations = dict(zip(worker_ids, job_store.incarnations(worker_ids), strict=True))
@@ -180,7 +182,7 @@ class JobWatch:
             or heartbeats[each].incarnation < incarnations[each]
             or silent_s[each] > HEARTBEATS_MISSED_S / 2
         ]
-        return Sight(
+        return JobReading(
             run_id=self._ticket.run_id,
             status=status,
             round=self._round,
@@ -205,7 +207,7 @@ class JobWatch:
         since_s = self._lost_since_s = now_s if self._lost_since_s is None else self._lost_since_s
         if self._ticket.is_stale and not self._ticket.etcd_url:
             self._is_given_up = True
-            return self._view.unreachable("the agent that served the job's store was killed, and the job has ended so")
+            return self._view.unreachable("the agent that served the job's store was killed, and the job ended with it")
         self._is_given_up = now_s - since_s > RETRY_S
         return self._view.unreachable(f"the job's store has not answered for {now_s - since_s:.0f} s: {why}")
 
@@ -239,7 +241,7 @@ class WatchOptions:
             raise ConfigError(f"--interval={self.interval_s:g} must be between 0.1 and 3600 seconds.")
         if self.events is not None and not Path(self.events).is_dir():
             raise ConfigError(
-                f"--events={self.events} is no folder. Give the value of HYPERPOD_EVENTS of the job's processes."
+                f"--events={self.events} is not a folder. Give the value of HYPERPOD_EVENTS of the job's processes."
             )
 
     def watch(self) -> JobWatch:

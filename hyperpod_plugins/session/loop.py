@@ -41,7 +41,7 @@ from hyperpod_plugins.recovery import seed_micro_step
 from hyperpod_plugins.recovery.data_attributes import DataAttributes, watch_reads
 from hyperpod_plugins.recovery.rng import AFTER_COMMIT
 from hyperpod_plugins.recovery.undo import forget_iteration
-from hyperpod_plugins.session.context import LoopContext
+from hyperpod_plugins.session.loop_context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, check_means
 from hyperpod_plugins.session.parameter_reads import NUM_WATCHED, ParameterReads
 from hyperpod_plugins.session.state import Position, SessionState, refuse_unreadable

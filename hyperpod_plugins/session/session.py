@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hyperpod_plugins.comm import CommOptions, group_health
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.data import BatchSplit, StatefulLoader
 from hyperpod_plugins.data.loader import MapStyleData
@@ -28,7 +29,7 @@ from hyperpod_plugins.elastic.membership.elastic_spec import ElasticPolicy, Elas
 from hyperpod_plugins.elastic.scaling.batch import StepBatch, refuse_reproducible
 from hyperpod_plugins.elastic.scaling.lr_scaling import (
     LearningRates,
-    LrScaling,
+    LRScaling,
     LRScalingRule,
     find_reference,
     publish_reference,
@@ -37,7 +38,7 @@ from hyperpod_plugins.elastic.scaling.lr_scaling import (
 from hyperpod_plugins.env import JobEnv, WorkerEnv, config_path
 from hyperpod_plugins.errors import CheckpointError, ConfigError, LoopError, StateLost
 from hyperpod_plugins.parallel import ParallelConfig, Topology, parallelize
-from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
+from hyperpod_plugins.parallel.checkpoint.files import any_rank
 from hyperpod_plugins.parallel.config import INSIDE_SHARD_AXIS, refuse_degrees
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy
 from hyperpod_plugins.parallel.former_parameters import replace_stale_parameters, succeed_parameters
@@ -63,8 +64,8 @@ from hyperpod_plugins.recovery.packing import on_own_device
 from hyperpod_plugins.recovery.rehearsal_jobs import RehearsedCall
 from hyperpod_plugins.recovery.rng import TRAINING_END, seed_micro_step
 from hyperpod_plugins.recovery.state_digests import state_digests
-from hyperpod_plugins.session.context import LoopContext
 from hyperpod_plugins.session.loop import Loop, LoopLimits, StepComputation
+from hyperpod_plugins.session.loop_context import LoopContext
 from hyperpod_plugins.session.manual_optimization import EqualShares, refuse_session_options, refuse_train_options
 from hyperpod_plugins.session.program_checks import (
     check_trained,
@@ -127,7 +128,7 @@ class Session:
 
     Raises:
         ConfigError: unknown options, invalid values or combinations.
-        DegreeError: a degree is no whole number, or the processes form no replica with any of the allowed degrees.
+        DegreeError: a degree is not a whole number, or the processes form no replica with any of the allowed degrees.
         SystemExit: this process is left over after whole replicas have been formed.
     """
 
@@ -137,7 +138,7 @@ class Session:
         *,
         global_batch_size: int = 0,
         samples_per_replica: int = 0,
-        lr_scaling: LrScaling | LRScalingRule = "none",
+        lr_scaling: LRScaling | LRScalingRule = "none",
         reproducible: bool = False,
         recovery: RecoveryOptions | None = None,
         elastic: ElasticPolicy | bool = False,

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.elastic.scaling.lr_scaling import LearningRates
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
-from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.checkpoint.files import any_rank, raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import complete_layout, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.state import to_python_scalars
 from hyperpod_plugins.parallel.elementwise import is_elementwise

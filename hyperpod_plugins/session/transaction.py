@@ -30,7 +30,7 @@ from hyperpod_plugins.recovery.local_state import BUFFERS, LocalStates
 from hyperpod_plugins.recovery.plan import NO_STATE
 from hyperpod_plugins.recovery.rehearsal import Rehearsal
 from hyperpod_plugins.recovery.stop_reports import REPEATED_BODY
-from hyperpod_plugins.session.context import LoopContext
+from hyperpod_plugins.session.loop_context import LoopContext
 from hyperpod_plugins.session.state import Position, SessionState, rank_local_name
 
 log = logging.getLogger(__name__)

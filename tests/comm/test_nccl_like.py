@@ -99,9 +99,10 @@ def test_a_lost_peer_shows_in_no_wait_and_hangs_the_queue_until_the_abort():
 
 def the_host_reads_after_a_break():
     from hyperpod_plugins.comm import group_health
+    from hyperpod_plugins.comm.groups import default_group
     from hyperpod_plugins.comm.runtime import runtime
     from hyperpod_plugins.errors import PeerLost
-    from hyperpod_plugins.parallel.checkpoint.files import any_rank, default_group
+    from hyperpod_plugins.parallel.checkpoint.files import any_rank
 
     rank = int(os.environ["RANK"])
     join(rank)

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import stat
 import time
 from dataclasses import replace
 
@@ -39,7 +40,7 @@ def cluster_finding(name, facts, shm_total=GIB, memory_limit=GIB):
         ("slurm-notice", OUTSIDE, "skipped", "not in a job"),
         ("slurm-notice", IN_SLURM, "ok", "B:USR1@120"),
         ("slurm-notice", replace(IN_SLURM, script="#!/bin/sh\n"), "warning", "no --signal"),
-        ("slurm-notice", replace(IN_SLURM, script=""), "skipped", "no batch script"),
+        ("slurm-notice", replace(IN_SLURM, script=""), "skipped", "does not show the batch script"),
         ("slurm-notice", replace(IN_SLURM, script="", slurm_job={"TimeLimit": "UNLIMITED"}), "ok", "no time limit"),
         ("kubernetes", OUTSIDE, "skipped", "not in a pod"),
         ("kubernetes", IN_POD, "ok", "a pod of the namespace train"),
@@ -114,7 +115,7 @@ def failed(number, step="write"):
         (failed(errno.EDQUOT), "checkpoint-folder", "error", "quota"),
         (failed(errno.ETIMEDOUT, "answer"), "checkpoint-folder", "error", "server"),
         (failed(errno.EIO), "checkpoint-folder", "error", "administrator"),
-        ({"free": None}, "checkpoint-space", "skipped", "does not tell"),
+        ({"free": None}, "checkpoint-space", "skipped", "does not report"),
         ({"free": GIB}, "checkpoint-space", "warning", "1.0 GiB free"),
         ({"free_files": 5}, "checkpoint-space", "warning", "only 5 more files"),
         ({}, "checkpoint-space", "ok", "100.0 GiB free"),
@@ -199,7 +200,19 @@ def test_a_full_folder_is_left_empty(tmp_path):
 def test_other_bytes_than_were_written_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pread", lambda file, count, position: b"x" * count)
     facts = gather_folder(tmp_path, MIB)
-    assert (facts.failed_step, facts.error) == ("read back", "other bytes than were written")
+    assert (facts.failed_step, facts.error) == ("read back", "the bytes read differ from those written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_synced_is_reported_as_a_checkpoint_would_fail_there(tmp_path, monkeypatch):
+    def fsync(file, real=os.fsync):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    facts = gather_folder(tmp_path, MIB)
+    assert (facts.failed_step, facts.error_number) == ("sync the folder (fsync)", errno.EINVAL)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -194,7 +194,7 @@ def test_a_silent_stranger_holds_up_the_peer_for_a_moment_only(monkeypatch):
 def test_a_wrong_token_is_told():
     with listening(3.0) as (port, found):
         assert measure_peer("127.0.0.1", port, bytes(16), 5.0).error == "it rejected the token"
-    assert found[0].error == "none called within 3 s; 1 callers did not know the token"
+    assert found[0].error == "no node connected within 3 s; 1 callers did not know the token"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_peer_that_breaks_the_protocol_is_dropped(frames, words):
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([b"SSH-2.0-OpenSSH_9.2p1 and more than that\r\n"], "no `hyperpod doctor --listen`"),
+        ([b"SSH-2.0-OpenSSH_9.2p1 and more than that\r\n"], "not a `hyperpod doctor --listen`"),
         ([b"HPDOC001"], "closed the connection"),
         ([b"HPDOC001" + bytes(16), FRAME.pack(b"EVIL", 0, 0)], "rejected the token"),
         ([b"HPDOC001" + bytes(16), FRAME.pack(b"CLCK", 0, 0), FRAME.pack(b"EVIL", 0, 0)], "b'EVIL'"),
@@ -266,7 +266,7 @@ def test_waits_for_nobody_end():
     began_s = time.monotonic()
     assert "no connection within 0.3 s" in measure_peer("127.0.0.1", free, TOKEN, 0.3).error
     with open_listener("127.0.0.1", 0) as waiting:
-        assert serve_one(waiting, TOKEN, 0.2).error == "none called within 0.2 s"
+        assert serve_one(waiting, TOKEN, 0.2).error == "no node connected within 0.2 s"
     assert time.monotonic() - began_s < 5
 
 
@@ -306,5 +306,5 @@ def test_a_clock_that_says_what_cannot_be_is_told(times):
         def expect(self, _):
             return times
 
-    with pytest.raises(peer._PeerError, match="times that cannot be"):
+    with pytest.raises(peer._PeerError, match="impossible times"):
         peer._exchange_times(Answers())

@@ -205,8 +205,8 @@ def test_queries_that_are_split_without_their_keys_are_refused(monkeypatch):
 
 def test_heads_that_tensor_peers_each_have_as_a_whole_are_not_exchanged():
     degrees = ContextDegrees(shard_degree=2, tensor_degree=2, context_degree=2)
-    assert degrees.way_of(4, 1) == degrees.way_of(5, 5) == degrees.way_of(6, 6) == "all_gather"
-    assert degrees.way_of(8, 4) == "a2a"
+    assert degrees.comm_type_for(4, 1) == degrees.comm_type_for(5, 5) == degrees.comm_type_for(6, 6) == "all_gather"
+    assert degrees.comm_type_for(8, 4) == "a2a"
 
 
 def test_a_forward_that_makes_no_mask(monkeypatch):

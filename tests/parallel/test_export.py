@@ -130,7 +130,7 @@ def test_several_files_have_an_index_and_a_configuration(saved, tmp_path, monkey
 @pytest.mark.parametrize(
     ("form", "options", "says"),
     [
-        ("onnx", {}, "'onnx' is no form of a checkpoint; the forms are lightning, safetensors, hf, dcp, consolidated"),
+        ("onnx", {}, "'onnx' is not a form of checkpoint; allowed are lightning, safetensors, hf, dcp, consolidated"),
         ("hf", {}, "needs a folder with the model's config.json"),
         ("dcp", {"config": "."}, "only the form hf takes a configuration"),
         ("lightning", {"prefix": "model."}, "leave 'model.' out"),

@@ -323,7 +323,7 @@ def test_options_of_the_strategy_change_the_plan_of_a_model(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("content", "options", "told"),
     [
-        ("{", [], "is no folder or config.json of a transformers model: It looks like the config file"),
+        ("{", [], "is neither a folder nor a config.json of a transformers model: It looks like the config file"),
         ({"model_type": "flowers"} | SIZES, [], "model type `flowers`"),
         (SIZES, [], "model_type"),
         ({"model_type": "llama"}, [], "config.json has no hidden_size, num_hidden_layers, so the plan would be"),
@@ -366,7 +366,10 @@ def test_models_that_cannot_be_planned_are_refused_by_name(content, options, tol
 def test_a_model_that_does_not_exist_and_options_without_a_model_are_refused(capsys, tmp_path):
     job = ["plan", "--nodes", "2", "--mtbf-hours", "1", "--days", "1"]
     assert main([*job, "--model", str(tmp_path / "absent")]) == 2
-    assert "absent is no folder or config.json of a transformers model: it does not exist." in capsys.readouterr().err
+    assert (
+        "absent is neither a folder nor a config.json of a transformers model: it does not exist."
+        in capsys.readouterr().err
+    )
     assert main([*job, "--loss-chunks", "2", "--param-offload"]) == 2
     assert "--loss-chunks, --param-offload without --model has no effect" in capsys.readouterr().err
 
@@ -385,7 +388,10 @@ def test_a_model_that_does_not_exist_and_options_without_a_model_are_refused(cap
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--repair-s", "-5"], "repair_s=-5 must be"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--runs", "1"], "num_runs=1 must be at least 2"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--weibull-shape", "0"], "shape=0"),
-        (["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--model", "nowhere"], "--model nowhere is no folder"),
+        (
+            ["--nodes", "4", "--days", "1", "--mtbf-hours", "1", "--model", "nowhere"],
+            "--model nowhere is neither a folder",
+        ),
         (["--nodes", "4", "--days", "1", "--trace", "nowhere"], "--trace nowhere cannot be read as JSON"),
         (["--nodes", "9999", "--days", "99", "--mtbf-hours", "0.01"], "Give less work, or a lower rate of failures"),
         (["--nodes", "4", "--days", "1", "--mtbf-hours", "1e-300"], "Give less work, or a lower rate of failures"),

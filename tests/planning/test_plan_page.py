@@ -8,7 +8,7 @@ import pytest
 from hyperpod_plugins.cli import main
 from hyperpod_plugins.planning.failures import NO_LEMONS, ExponentialFailures
 from hyperpod_plugins.planning.plan import make_plan
-from hyperpod_plugins.planning.plan_page import plan_page
+from hyperpod_plugins.planning.plan_page import plan_page, write_plan_page
 from hyperpod_plugins.planning.scenario import Scenario
 
 DAY_S = 86400.0
@@ -57,3 +57,10 @@ def test_remarks_are_text(tmp_path, capsys):
     assert "Plan of a job" in (tmp_path / "plan.html").read_text()
     assert main([*arguments, "--page", str(tmp_path / "none" / "plan.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "plan.html").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_plan_page(planned(1e-3), tmp_path / "plan.html")
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.html"]

@@ -36,7 +36,7 @@ def test_another_program_takes_what_a_checkpoint_of_its_model_has(tmp_path):
 def test_a_validation_within_a_step_after_an_epoch_of_unknown_length_is_refused(tmp_path):
     job = run(tmp_path, STREAM="1")
     assert job.code == 1
-    assert "an epoch of unknown length has ended after a number of batches that is no multiple of 2" in job.output
+    assert "an epoch of unknown length has ended after a number of batches that is not a multiple of 2" in job.output
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ from hyperpod_plugins.planning.scenario import StageTimes
 from hyperpod_plugins.report.exports import export_spans, serve_prometheus
 from hyperpod_plugins.report.make_report import run_report
 from hyperpod_plugins.report.measured_times import failure_trace, stage_times, step_time_s
+from hyperpod_plugins.report.perfetto_trace import perfetto_trace
 from hyperpod_plugins.report.picture import draw_report
 from hyperpod_plugins.report.run_files import read_run
 from hyperpod_plugins.report.run_report import ConfidenceInterval
 from hyperpod_plugins.report.text import duration, interval, markdown
-from hyperpod_plugins.report.trace import perfetto_trace
 
 
 def write_ledgers(folder, num_ranks=2, num_steps=5):

@@ -25,7 +25,15 @@ from hyperpod_plugins.env import JobEnv
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.recovery.watchdog import Heartbeat
 from hyperpod_plugins.report import serve_command, watch
-from hyperpod_plugins.report.live import JobView, RankView, Sight, StepRate, heartbeat_from, incident_line, job_view
+from hyperpod_plugins.report.live import (
+    JobReading,
+    JobView,
+    RankView,
+    StepRate,
+    heartbeat_from,
+    incident_line,
+    job_view,
+)
 from hyperpod_plugins.report.live_ledgers import LedgerFigures, LiveLedgers
 from hyperpod_plugins.report.live_text import plain_lines, rate_text, screen, shown_ranks
 from hyperpod_plugins.report.make_report import run_report
@@ -54,11 +62,11 @@ def beat(**more):
     return Heartbeat(**{**usual, "is_loading": False, "waits_for": "", "waited_s": 0.0, "sequence": 5, **more})
 
 
-def sight(heartbeat=None, *, incarnation=0, silent_s=0.0, **more):
+def reading(heartbeat=None, *, incarnation=0, silent_s=0.0, **more):
     """Of a job of two ranks, the first of which is as the others say."""
     heartbeats = {1: beat()} | ({} if heartbeat is None else {0: heartbeat})
     incarnations, silent = {0: incarnation, 1: 0}, {0: silent_s, 1: 0.2}
-    return Sight(run_id="job", status=STATUS, worker_ids=(0, 1), incarnations=incarnations, heartbeats=heartbeats,
+    return JobReading(run_id="job", status=STATUS, worker_ids=(0, 1), incarnations=incarnations, heartbeats=heartbeats,
                  silent_s=silent, **more)  # fmt: skip
 
 
@@ -68,16 +76,16 @@ def sight(heartbeat=None, *, incarnation=0, silent_s=0.0, **more):
 @pytest.mark.parametrize(
     ("seen", "state", "step"),
     [
-        (sight(beat()), "running", 7),
-        (sight(beat(), silent_s=4.9), "running", 7),
-        (sight(beat(), silent_s=5.1), "late", 7),
-        (sight(None), "joining", None),
-        (sight(beat(), incarnation=1), "joining", None),  # its successor has not sent any yet
-        (sight(beat(incarnation=1), incarnation=1), "running", 7),
-        (sight(beat(incarnation=1), incarnation=0), "running", 7),  # it is published later
-        (sight(beat(), silent_s=9.0, exited=frozenset({0})), "gone", 7),
-        (sight(None, exited=frozenset({0})), "gone", None),
-        (sight(beat(committed=-1)), "running", None),
+        (reading(beat()), "running", 7),
+        (reading(beat(), silent_s=4.9), "running", 7),
+        (reading(beat(), silent_s=5.1), "late", 7),
+        (reading(None), "joining", None),
+        (reading(beat(), incarnation=1), "joining", None),  # its successor has not sent any yet
+        (reading(beat(incarnation=1), incarnation=1), "running", 7),
+        (reading(beat(incarnation=1), incarnation=0), "running", 7),  # it is published later
+        (reading(beat(), silent_s=9.0, exited=frozenset({0})), "gone", 7),
+        (reading(None, exited=frozenset({0})), "gone", None),
+        (reading(beat(committed=-1)), "running", None),
     ],
 )
 def test_where_a_rank_stands(seen, state, step):
@@ -88,7 +96,7 @@ def test_where_a_rank_stands(seen, state, step):
 
 
 def test_a_job_that_has_not_begun():
-    view = job_view(Sight(run_id="job", status=dict.fromkeys(STATUS, 0)))
+    view = job_view(JobReading(run_id="job", status=dict.fromkeys(STATUS, 0)))
     assert (view.state, view.ranks, view.step) == ("starting", [], None)
     assert plain_lines(view) == ["job job: starting, generation 0", "no rank has begun to train"]
 
@@ -96,7 +104,7 @@ def test_a_job_that_has_not_begun():
 @pytest.mark.parametrize("value", [None, -1, "2", True, 2.0, 1 << 60, [2]])
 def test_a_status_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match="waiting of the status must be a count"):
-        job_view(replace(sight(beat()), status=STATUS | {"waiting": value}))
+        job_view(replace(reading(beat()), status=STATUS | {"waiting": value}))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ def test_texts_of_ledgers_are_one_printable_line():
         goodput=float("nan"),
         ettr=0.98765,
     )
-    view = job_view(sight(beat(), figures=figures, events="/a\nfolder"))
+    view = job_view(reading(beat(), figures=figures, events="/a\nfolder"))
     assert view.ranks[0].host == "\\x1b[31mhost"
     assert len(view.incidents) == 5
     assert (view.goodput, view.ettr) == (None, 0.9877)
@@ -219,7 +227,7 @@ def test_a_terminal_shows_the_ranks_that_need_attention():
 @pytest.mark.parametrize(("width", "height"), [(120, 30), (40, 8), (20, 3), (300, 100)])
 def test_a_terminal_of_any_size_gets_the_text_and_no_markup(width, height):
     rich = pytest.importorskip("rich.console")
-    view = job_view(sight(beat(activity="[bold red]x[/] [link=file:///]"), silent_s=7.0))
+    view = job_view(reading(beat(activity="[bold red]x[/] [link=file:///]"), silent_s=7.0))
     console = rich.Console(width=width, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         console.print(screen(view, "prompt", width, height))
@@ -268,7 +276,7 @@ def test_the_line_of_keys_says_what_happens():
         prompt.press(key, VIEW, 0.0)
     assert prompt.text(0.0) == "kill which rank? 1_   (y: send SIGKILL, Esc: do not)"
     prompt.press("y", VIEW, 0.0)
-    assert prompt.text(1.0) == "the agent of rank 1 is asked to kill its process (worker 1)"
+    assert prompt.text(1.0) == "the agent of rank 1 was asked to kill its process (worker 1)"
     assert prompt.text(9.0).startswith("q: quit")
     for key in "k77y":
         prompt.press(key, VIEW, 9.0)
@@ -440,7 +448,7 @@ def test_a_store_with_something_else_in_it(served):
     job_store.append("replaced", lambda _: "no numbers")
     view = looking.look()
     assert view.state == "unreachable"
-    assert "holds what no process of a job writes" in view.message
+    assert "holds a value that no process of a job writes" in view.message
     assert not looking.is_given_up
 
 
@@ -531,7 +539,7 @@ def test_no_job_and_impossible_arguments(tmp_path, monkeypatch, capsys):
     for arguments, told in (
         (["top", "--interval", "0"], "--interval=0 must be"),
         (["top", "--interval", "nan"], "--interval=nan must be"),
-        (["serve", "--events", str(tmp_path / "absent")], "is no folder"),
+        (["serve", "--events", str(tmp_path / "absent")], "is not a folder"),
     ):
         assert cli.main(arguments) == 2
         assert told in capsys.readouterr().err
@@ -563,7 +571,7 @@ def test_the_ticket_names_the_folder_of_the_ledgers(tmp_path, monkeypatch):
 class StandIn:
     """A watch of a job that never changes."""
 
-    view = job_view(sight(beat(activity="</script><b>x")))
+    view = job_view(reading(beat(activity="</script><b>x")))
     events = ""
 
 
@@ -714,4 +722,4 @@ def test_a_warning_for_a_host_that_others_reach(served, monkeypatch, capsys):
         assert serve_command.run_serve(arguments) == 0
         said = capsys.readouterr().out
         assert f"http://{host}:" in said
-        assert ("everybody who can reach port" in said) is told
+        assert ("anyone who can reach port" in said) is told

@@ -544,11 +544,11 @@ def test_a_last_line_that_is_torn_is_no_damage(tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b"\x00\x00\x00\x00\xff\xfe", "no JSON"),
-        (b"\x80\x81 garbage {", "no JSON"),
-        (b"[1, 2]", "no JSON objects"),
-        (b"[" * 100_000, "no JSON"),
-        (b'{"kind":"time","at_s":NaN,"seconds":{}}', "no JSON"),
+        (b"\x00\x00\x00\x00\xff\xfe", "not JSON"),
+        (b"\x80\x81 garbage {", "not JSON"),
+        (b"[1, 2]", "not JSON objects"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"kind":"time","at_s":NaN,"seconds":{}}', "not JSON"),
         (b'{"kind":"time","at_s":"later","seconds":{}}', "missing or impossible"),
         (b'{"kind":"time","at_s":1e999,"seconds":{}}', "missing or impossible"),
         (b'{"kind":"time","at_s":-5,"seconds":{}}', "missing or impossible"),
@@ -559,7 +559,7 @@ def test_a_last_line_that_is_torn_is_no_damage(tmp_path):
         (b'{"kind":"step","at_s":1700000001,"seconds":{},"step":true,"waited_s":0}', "missing or impossible"),
         (b'{"kind":"step","at_s":1700000001,"seconds":{},"step":1' + b"0" * 400 + b',"waited_s":0}', "impossible"),
         (b'{"kind":"world","at_s":1700000001,"rank":0,"world_size":null,"generation":0}', "missing or impossible"),
-        (b'{"kind":"entry","at_s":1700000001,"entry":1' + b"0" * 5000 + b"}", "no JSON"),
+        (b'{"kind":"entry","at_s":1700000001,"entry":1' + b"0" * 5000 + b"}", "not JSON"),
         (b'{"at_s":1700000001}', "missing or impossible"),
         (b'{"kind":"time","at_s":1700000001,"seconds":{},"more":"' + b"x" * 3_000_000 + b'"}', "too long"),
     ],
@@ -616,7 +616,7 @@ def test_lines_of_a_process_whose_first_one_is_damaged_are_not_those_of_the_one_
     report = run_report(run.write(tmp_path))
     assert_laws(report)
     assert len(report.ranks[1].processes) == 1
-    assert any("not known" in each for each in report.problems)
+    assert any("unknown process" in each for each in report.problems)
 
 
 def test_a_clock_that_was_set_back_does_not_change_the_sum(tmp_path):

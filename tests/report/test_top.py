@@ -176,7 +176,7 @@ def test_a_rank_is_killed_by_keys_and_the_job_goes_on(job, terminal):
     top.press("1")
     top.await_("kill which rank. 1_")
     top.press("y")
-    top.await_("the agent of rank 1 is asked to kill")
+    top.await_("the agent of rank 1 was asked to kill")
     top.await_("last incidents")
     job.await_(lambda: [each["state"] for each in job.status()["ranks"]] == ["running", "running"])
     top.press("q")

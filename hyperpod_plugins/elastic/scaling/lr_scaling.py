@@ -29,7 +29,7 @@ from hyperpod_plugins.events import Event, record
 
 log = logging.getLogger(__name__)
 
-LrScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
+LRScaling = Literal["none", "linear", "sqrt", "adascale"] | Callable[[float], float]
 """How the learning rate follows the global batch: the name of a rule, or a function of new batch / reference
 batch."""
 
@@ -43,7 +43,7 @@ _RULES: dict[str, Callable[[float], float]] = {
 _REFERENCE = "reference_batch"
 
 
-def lr_factor(scaling: LrScaling, global_batch_size: float, reference_batch_size: float) -> float:
+def lr_factor(scaling: LRScaling, global_batch_size: float, reference_batch_size: float) -> float:
     """Return the factor for a learning rate that was tuned for the reference batch.
 
     `linear` is for SGD (Goyal et al. 2017, arXiv:1706.02677), `sqrt` for Adam and its variants (Malladi et al. 2022,
@@ -119,7 +119,7 @@ class LRScalingRule:
         ConfigError: an unknown rule, negative values, or options that do not go together.
     """
 
-    scaling: LrScaling = "none"
+    scaling: LRScaling = "none"
     """The name of a rule, or a function of new batch / reference batch."""
     reference_batch_size: int = 0
     """Batch for which learning rate and schedule were made; 0 for the batch of the initial world."""

@@ -750,7 +750,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                f"the policy file {path} is no JSON: {error}. YAML must be named .yaml or .yml."
+                f"the policy file {path} is not JSON: {error}. YAML must be named .yaml or .yml."
             ) from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"the policy file {path} holds no table of keys and values at its top.")

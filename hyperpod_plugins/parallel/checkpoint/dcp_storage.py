@@ -102,7 +102,9 @@ def tensor_entries(reader: FileSystemReader, folder: Path) -> dict[str, TensorSt
     entries: dict[str, TensorStorageMetadata] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointDamaged(f"{folder} holds {name!r}, which is no tensor: it was not written by this package.")
+            raise CheckpointDamaged(
+                f"{folder} holds {name!r}, which is not a tensor: it was not written by this package."
+            )
         entries[name] = entry
     return entries
 
@@ -229,7 +231,7 @@ class SafeReader(FileSystemReader):
             raise CheckpointDamaged(f"{file_name} is damaged: {first_line(error)}. Use an older checkpoint.") from error
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
-                raise CheckpointDamaged(f"{file_name} names {info.relative_path!r}, which is no file of the folder.")
+                raise CheckpointDamaged(f"{file_name} names {info.relative_path!r}, which is not a file of the folder.")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

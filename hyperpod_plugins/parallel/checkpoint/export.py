@@ -64,7 +64,7 @@ def export_checkpoint(
         progress: Called as tensors are read.
 
     Raises:
-        CheckpointDamaged: `path` is no complete checkpoint, or a checksum differs.
+        CheckpointDamaged: `path` is not a complete checkpoint, or a checksum differs.
         CheckpointMismatch: No tensor has the prefix, or `lightning` is asked for and no Trainer wrote the checkpoint.
         CheckpointError: What was written is not what was read.
         ConfigError: The form is unknown, the target exists and is not to be replaced, or is a folder in which an export
@@ -230,7 +230,7 @@ def _numbered(tensors: Mapping[str, torch.Tensor], described: Mapping[str, Any],
 
 def _check(form: str, config: str | PathLike[str] | None, prefix: str) -> None:
     if form not in FORMS:
-        raise ConfigError(f"{form!r} is no form of a checkpoint; the forms are {', '.join(FORMS)}.")
+        raise ConfigError(f"{form!r} is not a form of checkpoint; allowed are {', '.join(FORMS)}.")
     if form == "hf" and (config is None or not (Path(config) / _CONFIG).is_file()):
         raise ConfigError(
             f"the form hf needs a folder with the model's {_CONFIG} (--config), but got {config}. A folder that "
@@ -244,7 +244,7 @@ def _check(form: str, config: str | PathLike[str] | None, prefix: str) -> None:
         try:
             json.loads((Path(config) / _CONFIG).read_text())
         except ValueError as error:
-            raise ConfigError(f"{Path(config) / _CONFIG} is no JSON: {error}.") from None
+            raise ConfigError(f"{Path(config) / _CONFIG} is not JSON: {error}.") from None
     if form in ("safetensors", "hf"):
         check_installed()
 

@@ -27,10 +27,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "consolidated: everything in one file for torch.load",
     )
     parser.add_argument("--config", help="for hf: a folder with the model's config.json, and perhaps a tokenizer")
-    parser.add_argument("--prefix", default="", help="of the model's names, which is left out, such as model.")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--prefix", default="", help="prefix to remove from the model's names, such as model.")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file or folder")
     parser.add_argument(
-        "--trust", action="store_true", help="read Python objects in the checkpoint, which can run code: only your own"
+        "--trust",
+        action="store_true",
+        help="unpickle Python objects in the checkpoint, which can run any code: only for checkpoints of your own",
     )
 
 

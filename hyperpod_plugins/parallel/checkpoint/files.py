@@ -35,6 +35,7 @@ from hyperpod_plugins.checkpoint_names import JOB, present_path, previous_path
 from hyperpod_plugins.comm import group_health
 from hyperpod_plugins.env import run_id
 from hyperpod_plugins.errors import CheckpointDamaged, CheckpointError, CommError
+from hyperpod_plugins.whole_file import sync_folder
 
 DOCUMENT = "meta.pt"
 FORMAT = "hyperpod-checkpoint-1"
@@ -73,11 +74,11 @@ def publish(path: Path, document: bytes) -> None:
         _write(part / JOB, json.dumps({"run_id": run_id()}).encode())
     write_sums(part, {METADATA: (part / METADATA).read_bytes(), DOCUMENT: document})
     _forbid_others_to_write(part)
-    _sync_folder(part)
+    sync_folder(part)
     if path.exists():
         path.rename(old)
     part.rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -157,16 +158,9 @@ def load_pickled(content: bytes, where: str, *, weights_only: bool) -> Any:
     except UNREADABLE as error:
         raise CheckpointDamaged(
             f"{where} cannot be read: {first_line(error)}. If it holds Python objects of yours and you "
-            "trust where it comes from, load with weights_only=False; otherwise use an older checkpoint."
+            "trust where it comes from, load with weights_only=False (HyperPodStrategy(trust_checkpoints=True), "
+            "`hyperpod export --trust`); otherwise use an older checkpoint."
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def first_line(error: BaseException) -> str:
@@ -273,11 +267,6 @@ def any_rank(is_so: bool, group: dist.ProcessGroup | None) -> bool:
     with group_health.checks_host_read():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag)
-
-
-def default_group() -> dist.ProcessGroup | None:
-    """Return the default process group, or None if `torch.distributed` is not initialized."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.errors import ConfigError, MissingExtraError
-from hyperpod_plugins.parallel.checkpoint.files import default_group, raise_on_all_ranks
+from hyperpod_plugins.parallel.checkpoint.files import raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.state import model_tensors
 from hyperpod_plugins.parallel.hsdp import whole_tensor
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from hyperpod_plugins.comm import generation_of, group_health, pin_generation
+from hyperpod_plugins.comm.groups import default_group
 from hyperpod_plugins.comm.health import Phase
 from hyperpod_plugins.errors import CheckpointError, CheckpointMismatch
 from hyperpod_plugins.ledger import TimeCategory, ledger
@@ -43,7 +44,6 @@ from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
 )
 from hyperpod_plugins.parallel.checkpoint.files import (
     FORMAT,
-    default_group,
     discard,
     find,
     incomplete_path,

@@ -23,7 +23,7 @@ from transformers import (
 
 from hyperpod_plugins.delayed_init import delayed_init, materialize, tapes_of
 from hyperpod_plugins.delayed_init.api import delay_transformers
-from hyperpod_plugins.delayed_init.files import files_digest
+from hyperpod_plugins.delayed_init.weight_files import files_digest
 from hyperpod_plugins.errors import InitializationError
 
 SIZES = {

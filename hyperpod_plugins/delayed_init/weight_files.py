@@ -154,7 +154,7 @@ class _DelayedFile:
         return recorder.record_source(source, tuple(described.get_shape()), dtype)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
+        return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 (it is not a dict)
 
 
 class _DelayedSlice:
