@@ -16,7 +16,7 @@ from recovery.faults import left_processes
 from hyperpod_plugins.elastic import JobStore
 from hyperpod_plugins.env import JobEnv
 
-START_S = 60.0
+START_S = 150.0
 WORKER = """
 import os, signal, sys, time
 from hyperpod_plugins.elastic import JobStore

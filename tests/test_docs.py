@@ -226,9 +226,11 @@ PROGRAMS = [
     Program(
         pages=("docs/guides/elastic-batch.md",),
         quotes=('lr_scaling="adascale"', "class StopAtEndOfSchedule"),
-        rest="""
+        rest=f"""
+import sys
 import torch
 from hyperpod_plugins.lightning import HyperPodStrategy, TokenDataConfig, TokenDataModule
+sys.path.append({str(ROOT / "tests")!r})
 from test_docs_fragments import QUIET, language_module, write_token_file
 
 write_token_file("train.tokens", 8 * 128 * 10)
@@ -238,7 +240,7 @@ trainer = L.Trainer(
 torch.manual_seed(0)  # the gains of three steps may all be exactly 2 otherwise
 module = language_module(optimizer=torch.optim.SGD, epochs=9)
 trainer.fit(module, datamodule=TokenDataModule("train.tokens", config=TokenDataConfig(sequence_length=8)))
-print(f"ended at {elastic.schedule_step} after {trainer.global_step}", flush=True)
+print("ended at", elastic.schedule_step, "after", trainer.global_step, flush=True)
 """,
         says="ended at 5 after [345]",
     ),
@@ -308,12 +310,10 @@ def test_program(program, tmp_path):
     assert len(set(texts)) == 1, "the pages show different versions of one program"
     script = tmp_path / "train.py"
     script.write_text(substituted(texts[0], program.replaced) + program.rest)
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     if program.launcher_options is None:
+        environ = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(script), *program.arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=100
-        )
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
         code, output = done.returncode, done.stdout + done.stderr
     else:
         job = run_job(
@@ -321,8 +321,8 @@ def test_program(program, tmp_path):
             tmp_path / "job",
             num_ranks=program.ranks,
             args=program.launcher_options,
-            prefix=("env", "-C", str(tmp_path)),
-            environ=paths,
+            cwd=tmp_path,
+            timeout_s=240,
         )
         code, output = job.code, job.output
     assert code == 0, output[-8000:]

@@ -32,6 +32,12 @@ def started_by_exec(monkeypatch):
     monkeypatch.setattr(Job, "is_warm", False)
 
 
+@pytest.fixture
+def is_forked(monkeypatch):
+    """For tests of what an agent decides, however it was started."""
+    monkeypatch.setattr(Job, "is_warm", True)
+
+
 def initial_ranks(count):
     return [(rank, 0) for rank in range(count)]
 
@@ -113,6 +119,7 @@ def test_a_script_that_fails_ends_the_job_with_its_traceback_on_top(launch, tmp_
     job.await_nobody()
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 def test_a_worker_that_gave_up_is_not_replaced(launch):
     job = launch(
@@ -132,6 +139,7 @@ def test_a_worker_that_gave_up_is_not_replaced(launch):
     job.await_nobody()
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 def test_a_program_that_takes_no_part_in_recovery_ends_with_its_first_loss(launch):
     script = "time.sleep(0.2 if rank else 60)\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -141,6 +149,7 @@ def test_a_program_that_takes_no_part_in_recovery_ends_with_its_first_loss(launc
     assert "start again" not in job.text()
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 def test_replacements_are_limited(launch):
     job = launch("os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts=1")
@@ -149,6 +158,7 @@ def test_replacements_are_limited(launch):
     assert "it was replaced 1 times, and --max-restarts allows no more" in job.text()
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 def test_a_worker_that_fails_after_all_others_have_finished_is_not_replaced(launch):
     job = launch(
@@ -247,6 +257,7 @@ def two_nodes(launch, script):
     return [launch(script, *options) for _ in range(2)]
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 def test_other_nodes_go_on_until_all_are_done(launch):
     nodes = two_nodes(launch, "wait('finish')")
@@ -264,6 +275,7 @@ def test_other_nodes_go_on_until_all_are_done(launch):
     assert [job.code() for job in nodes] == [0, 0], first.text() + second.text()
 
 
+@pytest.mark.usefixtures("is_forked")
 @pytest.mark.spawns
 @pytest.mark.parametrize("failing", [0, 3])
 def test_other_nodes_stop_with_one_that_gave_up(launch, failing):
@@ -303,7 +315,7 @@ def test_workers_find_the_environment_that_torchrun_would_give_them(launch, tmp_
     path.write_text("import os\nrank = os.environ['RANK']\n" + textwrap.dedent(script))
     environ = {**os.environ, "JOB_MARK": job.mark, "OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "theirs")}
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts=3", str(path)]
-    subprocess.run(command, env=environ, timeout=60, check=True, capture_output=True, cwd=tmp_path)
+    subprocess.run(command, env=environ, timeout=150, check=True, capture_output=True, cwd=tmp_path)
     assert job.code() == 0, job.text()
     for rank in range(2):
         ours, theirs = (json.loads((tmp_path / f"{whose}.{rank}").read_text()) for whose in ("ours", "theirs"))
@@ -333,7 +345,7 @@ def test_other_programs_and_missing_modules(launch, tmp_path):
         str(shell),
         "${local_rank}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "@ 0 0 0\n"
     job = launch("", "--preload", "antigravity_")

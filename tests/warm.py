@@ -1,6 +1,7 @@
 """Agents for tests, forked from a process that has imported what they and their workers import.
 
     agent = warm.start([*options, script], environ, output)     # like subprocess.Popen of `hyperpodrun`
+    code, output, errors = warm.hyperpod(["status"], 60)        # the command `hyperpod`, in a process of its own
 
 Importing torch and Lightning, in the agent and again in its fork server, takes most of the processor time of a short
 job. So one *template* for each process of pytest imports them once. It forks the agent, and the agent forks, before
@@ -12,6 +13,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -26,7 +28,9 @@ import time
 import warnings
 from pathlib import Path
 
-START_S = 120.0
+START_S = 240.0
+HYPERPODRUN = "hyperpod_plugins.elastic.launcher.main"
+HYPERPOD = "hyperpod_plugins.cli"
 _OF_TEMPLATE = "TEST_OF_TEMPLATE"
 """In the environment of the template, and so in that of all that it forks."""
 _READ_AT_START = ("PYTHON", "LD_", "TORCH")
@@ -102,14 +106,13 @@ class Template:
         self._socket.close()
         self._process.wait(10)
 
-    def start(self, args, environ, cwd, output):
-        request = {"args": args, "environ": environ, "cwd": cwd, "output": output}
+    def start(self, **request):
         with self._lock:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             until_s = time.monotonic() + START_S
             while "pid" not in (news := self._read(max(0.0, until_s - time.monotonic()))):
                 assert time.monotonic() < until_s, "the template does not answer"
-        return Agent(self, news["pid"], args)
+        return Agent(self, news["pid"], request["args"])
 
     def code_of(self, pid):
         with self._lock:
@@ -138,19 +141,26 @@ _template = None
 _lock = threading.Lock()
 
 
-def start(args, environ, output, cwd=None):
-    """Start `hyperpodrun` with these arguments and this environment; its output goes to a file."""
+def start(args, environ, output, cwd=None, *, errors=None, program=HYPERPODRUN):
+    """Start `hyperpodrun` with these arguments and this environment; its output goes to a file, or to two."""
     global _template
     Path(output).touch()  # who reads it may come before the agent
     if any(environ.get(name) != os.environ.get(name) for name in environ if name.startswith(_READ_AT_START)):
-        with Path(output).open("w") as file:
-            command = [sys.executable, "-m", "hyperpod_plugins.elastic.launcher.main", *args]
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, cwd=cwd)
+        with Path(output).open("w") as out, open(errors or os.devnull, "w") as err:
+            command, err = [sys.executable, "-m", program, *map(str, args)], err if errors else subprocess.STDOUT
+            return subprocess.Popen(command, stdout=out, stderr=err, env=environ, cwd=cwd)
     with _lock:
         if _template is None:
             _template = Template()
             atexit.register(_template.close)
-    return _template.start(list(map(str, args)), dict(environ), str(cwd or os.getcwd()), str(output))
+    return _template.start(
+        program=program,
+        args=list(map(str, args)),
+        environ=dict(environ),
+        cwd=str(cwd or os.getcwd()),
+        output=str(output),
+        errors=str(errors or output),
+    )
 
 
 def run(args, timeout_s, environ=None, cwd=None, meanwhile=lambda: None):
@@ -167,6 +177,18 @@ def run(args, timeout_s, environ=None, cwd=None, meanwhile=lambda: None):
             agent.kill()
             agent.wait(10)
         return code, output.read()
+
+
+def hyperpod(args, timeout_s, environ=None):
+    """Run the command `hyperpod` to its end, and return its exit code, what it printed and its errors."""
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        command = start(args, {**os.environ, **(environ or {})}, output.name, errors=errors.name, program=HYPERPOD)
+        try:
+            code = command.wait(timeout_s)
+        finally:
+            command.kill()
+            command.wait(10)
+        return code, output.read(), errors.read()
 
 
 # -- in the template, the agents, and what becomes their fork server -------------------------------------------------
@@ -213,10 +235,13 @@ def become_agent(request):
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
-    file = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.close(file)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    output = os.open(request["output"], flags, 0o666)
+    errors = output if request["errors"] == request["output"] else os.open(request["errors"], flags, 0o666)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    for file in {output, errors}:
+        os.close(file)
     memory = os.memfd_create(request["environ"].get("JOB_MARK", "job"))
     os.ftruncate(memory, mmap.PAGESIZE)
     marked = mmap.mmap(memory, mmap.PAGESIZE)
@@ -290,7 +315,46 @@ def fork_seed():
     return [str(passed[0]), *request["args"]]
 
 
+def run_to_end(main):
+    """Call `main` and end this process as the interpreter does, except that what was imported is not freed.
+
+    Threads are joined, `atexit` functions called, output flushed, and the objects of the program and its process groups
+    destroyed. To free modules of the template would only have the kernel copy them: 0.3 s of each process.
+    """
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+        if not isinstance(code, int):
+            code = 0 if code is None else print(code, file=sys.stderr) or 1
+    except KeyboardInterrupt:
+        raise  # the interpreter ends by the signal
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        error.__traceback__ = None  # it holds what the program had
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    # Daemon threads, which the interpreter would stop here, find nothing any more.
+    threading.excepthook = lambda _: None
+    program = vars(sys.modules["__main__"])
+    if program is not globals():
+        program.clear()
+    if c10d := sys.modules.get("torch.distributed.distributed_c10d"):
+        c10d.GroupMember.WORLD = None
+        for held in (c10d._pg_map, c10d._pg_names, c10d._pg_group_ranks, c10d._pg_backend_config, c10d._pg_to_tag):
+            held.clear()
+        c10d._unregister_all_process_groups()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
+    from hyperpod_plugins import cli
     from hyperpod_plugins.elastic.launcher import fork_client, fork_server
     from hyperpod_plugins.elastic.launcher import main as launcher
 
@@ -299,11 +363,14 @@ if __name__ == "__main__":
         fork_server.preload(["preloaded"])
     request = serve(socket.socket(fileno=int(sys.argv[1])))
     marked = become_agent(request)
-    seed = fork_seed()
-    if isinstance(seed, list):
+    seed = fork_seed() if request["program"] == HYPERPODRUN else None
+    if seed is None:
+        sys.argv = [cli.__file__, *request["args"]]
+        run_to_end(lambda: sys.exit(cli.main()))
+    elif isinstance(seed, list):
         sys.argv = ["fork_server.py", *seed]
-        fork_server.main()
+        run_to_end(fork_server.main)
     else:
         fork_client.subprocess = seed
         sys.argv = [launcher.__file__, *request["args"]]
-        sys.exit(launcher.main())
+        run_to_end(lambda: sys.exit(launcher.main()))

@@ -5,19 +5,18 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import defaultdict
 
 import numpy as np
 import pytest
+import warm
 from recovery.faults import HYPERPODRUN, TORCHRUN, left_processes, start
 
 from hyperpod_plugins.data import sample_order, write_tokens
 
 NUM_SAMPLES, BATCH = 600, 12
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def write_ids(path):
@@ -146,10 +145,8 @@ class Nodes(Recorded):
 
     def hyperpod(self, *command):
         """What `hyperpod COMMAND` says, and its exit code."""
-        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
-        argv = [sys.executable, "-m", "hyperpod_plugins.cli", *command]
-        done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout + done.stderr
+        code, output, errors = warm.hyperpod(command, 60, {"XDG_RUNTIME_DIR": str(self.folder)})
+        return code, output + errors
 
     def output(self):
         return "\n".join(path.read_text()[-6000:] for path in self.outputs)

@@ -35,7 +35,7 @@ from device import install_transport
 from device import own_device as own_device
 
 install_transport()
-HYPERPODRUN = "hyperpod_plugins.elastic.launcher.main"
+HYPERPODRUN = warm.HYPERPODRUN
 TORCHRUN = "torch.distributed.run"
 PRELOAD = ("--preload", "torch,torch.distributed.fsdp")
 """For programs without Lightning, which takes seconds to import."""
@@ -178,7 +178,7 @@ class Job:
         return [torch.load(path, weights_only=True) for path in paths]
 
 
-def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), launcher=HYPERPODRUN, prefix=()):
+def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), launcher=HYPERPODRUN, prefix=(), cwd=None):
     """Start a job, with the words of `prefix` before its command; its output goes to `folder/output`."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f"job-{uuid.uuid4().hex}"
@@ -192,11 +192,11 @@ def start(script, folder, *, faults=(), num_ranks=4, environ=None, args=(), laun
         **(environ or {}),
     }
     if launcher == HYPERPODRUN and not prefix:
-        agent = warm.start(options, variables, folder / "output")
+        agent = warm.start(options, variables, folder / "output", cwd)
     else:
         command = [*prefix, sys.executable, "-m", launcher, *options]
         with (folder / "output").open("w") as output:
-            agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
+            agent = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
     agent.mark = mark
     return agent
 

@@ -121,7 +121,7 @@ def test_two_replicas_of_two_shards(tokens, tmp_path):
 
 def test_grown_and_shrunk(nodes):
     """A replica alone learns from its micro-steps; joiners go on with what the others have learnt."""
-    nodes.environ |= OPTIONS | {"STEP_S": "0.02"}
+    nodes.environ |= OPTIONS
     nodes.start("a")
     nodes.await_size(1)
     nodes.start("b")

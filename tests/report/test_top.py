@@ -14,10 +14,12 @@ import subprocess
 import sys
 import termios
 import time
+import uuid
 from pathlib import Path
 
 import pytest
-from recovery.faults import HYPERPODRUN, PRELOAD, left_processes
+import warm
+from recovery.faults import PRELOAD, left_processes
 
 PROGRAM = Path(__file__).with_name("program_steps.py")
 PATIENCE_S = 120.0
@@ -28,22 +30,18 @@ class Watched:
 
     def __init__(self, folder):
         self.folder, self.stop, self.out = folder, folder / "stop", folder / "out"
-        self.mark = f"WATCHED_JOB={folder}"
-        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "WATCHED_JOB": str(folder), "TERM": "xterm"}
+        self.mark = f"watched-{uuid.uuid4().hex}"
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "JOB_MARK": self.mark, "TERM": "xterm"}
         events = {"HYPERPOD_EVENTS": str(folder / "events")}
-        command = [sys.executable, "-m", HYPERPODRUN, "--nproc-per-node", "2", *PRELOAD, str(PROGRAM), str(self.stop)]
-        with self.out.open("w") as out:
-            self.agent = subprocess.Popen(command, stdout=out, stderr=out, env=self.environ | events, cwd=folder)
+        arguments = ["--nproc-per-node", "2", *PRELOAD, str(PROGRAM), str(self.stop)]
+        self.agent = warm.start(arguments, self.environ | events, self.out, folder)
 
     def command(self, *arguments):
         return [sys.executable, "-m", "hyperpod_plugins.cli", *arguments]
 
     def hyperpod(self, *arguments):
         """Exit code, output and errors of a command."""
-        done = subprocess.run(
-            self.command(*arguments), env=self.environ, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        return done.returncode, done.stdout, done.stderr
+        return warm.hyperpod(arguments, PATIENCE_S, self.environ)
 
     def status(self):
         """The view, once its ranks are there; else None."""
