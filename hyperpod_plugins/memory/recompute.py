@@ -18,11 +18,11 @@ and they run as they are, compiled by themselves or not.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,22 @@ _BETWEEN = ("torch.autograd", "torch._compile", "torch._dynamo")
 _LARGEST_KEPT = 1 << 20  # bytes
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> None:
+class Surroundings(Protocol):
+    """What recomputations need besides a block's arguments, random numbers and buffers."""
+
+    @property
+    def buffers(self) -> Collection[str]:
+        """Last parts of the names of buffers that it takes care of."""
+        ...
+
+    def of_call(self, block: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of all recomputations of one call of a block, which begins now."""
+        ...
+
+
+def recompute_blocks(
+    blocks: Sequence[nn.Module], kind: Recompute = "full", surroundings: Surroundings | None = None
+) -> None:
     """Set blocks up for recomputation, in place. Names of parameters do not change.
 
     Recomputation draws the same random numbers, so that dropout drops the same elements, and buffers count once.
@@ -70,6 +85,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
     Args:
         blocks: Modules that backward computes again one by one, such as the layers of a transformer.
         kind: What is kept; "none" does nothing.
+        surroundings: What else recomputations need.
 
     Raises:
         ConfigError: A block is set up already, here or by torch's composable checkpoint.
@@ -83,9 +99,10 @@ def recompute_blocks(blocks: Sequence[nn.Module], kind: Recompute = "full") -> N
                 "activation_checkpointing and activation_offload out if the program does it."
             )
         block.register_forward_pre_hook(_leave_caches_out, with_kwargs=True)
-        buffers = _Buffers()
+        buffers = _Buffers(() if surroundings is None else surroundings.buffers)
         block.register_forward_pre_hook(buffers.begin, with_kwargs=True)
-        own = vars(block)[_CHECKPOINT] = _Checkpoint(is_selective=kind == "selective")
+        around = None if surroundings is None else partial(surroundings.of_call, block)
+        own = vars(block)[_CHECKPOINT] = _Checkpoint(is_selective=kind == "selective", around=around)
         block.register_forward_pre_hook(own.begin, with_kwargs=True)
         block.register_forward_hook(own.end, prepend=True, always_call=True)
         block.register_forward_pre_hook(buffers.put, with_kwargs=True)
@@ -152,7 +169,8 @@ class _Call:
 class _Buffers:
     """Buffers of one block around its recomputations; see [Note: the same again]."""
 
-    def __init__(self) -> None:
+    def __init__(self, left: Collection[str] = ()) -> None:
+        self._left = left  # last parts of names
         self._changing: dict[bool, set[str]] = {}  # names, in training and in evaluation, as a forward has shown them
         self._present: list[tuple[Tensor, Tensor]] = []
         self._call: _Call | None = None
@@ -163,7 +181,7 @@ class _Buffers:
         if torch.is_grad_enabled() and _CALL not in kwargs and names != set():
             call = _Call()
             for name, buffer in block.named_buffers():
-                if names is None or name in names:
+                if (names is None or name in names) and name.rpartition(".")[2] not in self._left:
                     call.versions[name] = buffer._version
                     if buffer.nbytes <= _LARGEST_KEPT:
                         call.before[name] = buffer.detach().clone()
@@ -203,7 +221,7 @@ class _Buffers:
         found = set[str]()
         for name, buffer in block.named_buffers():
             before = call.before.get(name)
-            is_same = buffer._version == call.versions.get(name, buffer._version)
+            is_same = buffer._version == call.versions.get(name, buffer._version)  # of one that is left, too
             if before is not None:  # BatchNorm updates its statistics without advancing the version
                 is_same = torch.equal(buffer, before) or (is_same and not buffer.is_floating_point())
             if is_same:
@@ -220,10 +238,10 @@ class _Buffers:
 class _Checkpoint:
     """Recomputation of one block, by hooks, as by torch's composable checkpoint, which permits one backward only."""
 
-    def __init__(self, *, is_selective: bool) -> None:
+    def __init__(self, *, is_selective: bool, around: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
         self.is_on = True
         """Whether the next forward is recomputed."""
-        self._is_selective = is_selective
+        self._is_selective, self._around = is_selective, around
         self._open: Iterator[None] | None = None
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -243,22 +261,26 @@ class _Checkpoint:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, backward = _selective_contexts() if self._is_selective else (nullcontext(), nullcontext())
-        return forward, _Recomputation(self, backward)
+        return forward, _Recomputation(self, backward, nullcontext() if self._around is None else self._around())
 
 
 class _Recomputation(AbstractContextManager[None]):
     """Around each recomputation of one call, in which the block runs as it is; a graph may have several backwards."""
 
-    def __init__(self, checkpoint: _Checkpoint, inner: AbstractContextManager[Any]) -> None:
-        self._checkpoint, self._inner, self._was_on = checkpoint, inner, True
+    def __init__(
+        self, checkpoint: _Checkpoint, inner: AbstractContextManager[Any], around: AbstractContextManager[Any]
+    ) -> None:
+        self._checkpoint, self._inner, self._around, self._was_on = checkpoint, inner, around, True
 
     def __enter__(self) -> None:
+        self._around.__enter__()  # outside of the inner one, which may be a mode that counts operations
         self._inner.__enter__()
         self._was_on, self._checkpoint.is_on = self._checkpoint.is_on, False
 
     def __exit__(self, *error: Any) -> None:
         self._checkpoint.is_on = self._was_on
         self._inner.__exit__(*error)
+        self._around.__exit__(*error)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

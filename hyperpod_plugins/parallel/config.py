@@ -272,13 +272,12 @@ class ParallelConfig:
         twice = (
             "its layers would run twice in a step, and lose what they had noted for their next scales"
             if is_delayed
-            else "its layers would be computed again in bfloat16, as backward is outside of Transformer Engine's region"
+            else "tiles would be computed again in bfloat16, as backward is outside of Transformer Engine's region"
         )
+        of_parts = "the second scale of NVFP4 is that of a whole tensor, and ranks would take those of their parts"
         on_host = "no optimizer step on the host has been tried with Transformer Engine's layers"
         others = {
-            "tensor_parallel_degree": (self.tensor_parallel_degree > 1, "its layers do not take DTensors"),
-            "activation_checkpointing": (self.activation_checkpointing != "none", twice),
-            "activation_offload": (bool(self.sm_activation_offloading), twice),
+            "tensor_parallel_degree": (self.tensor_parallel_degree > 1 and self.float8_recipe == "te-nvfp4", of_parts),
             "mlp_tiles": (self.mlp_tiles > 1, twice),
             "delayed_init": (self.delayed_init, "its layers are made from the values of those that they replace"),
             "param_offload": (self.param_offload, on_host),
@@ -289,7 +288,8 @@ class ParallelConfig:
         if asked:
             raise ConfigError(
                 f"float8_recipe={self.float8_recipe!r} cannot be combined with {' and '.join(asked)}. Leave "
-                f"{asked[0].partition(' ')[0]} out, or use float8_recipe='tensorwise'."
+                f"{asked[0].partition(' ')[0]} out, or use float8_recipe="
+                f"{'te-mxfp8' if asked[0].startswith('tensor_parallel_degree') else 'tensorwise'!r}."
             )
 
     def _refuse_what_is_not_built(self) -> None:

@@ -45,7 +45,11 @@ from hyperpod_plugins.parallel.topology import EXPERT
 from hyperpod_plugins.parallel.unit_watch import fsdp_parameters, parameter_groups
 from hyperpod_plugins.precision import convert_linears
 from hyperpod_plugins.precision.float8 import Conversion, conversions_of
-from hyperpod_plugins.precision.transformer_engine import TE_RECIPES, refuse_regions_of_program
+from hyperpod_plugins.precision.transformer_engine import (
+    TE_RECIPES,
+    Float8Recomputation,
+    refuse_regions_of_program,
+)
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +210,8 @@ def use_float8(model: nn.Module, config: ParallelConfig, device: torch.device) -
     if config.float8_recipe in TE_RECIPES and recomputes_itself(model):
         raise ConfigError(
             f"float8_recipe={config.float8_recipe!r}, but {type(model).__name__} checkpoints its activations itself "
-            "(gradient_checkpointing_enable()): its layers would run twice. Leave one of them out."
+            "(gradient_checkpointing_enable()), and its layers would not have the scales of their forward again. Leave "
+            "that out, and use activation_checkpointing='full', which recomputes the same blocks."
         )
     if config.precision == "32-true":
         raise ConfigError(
@@ -414,7 +419,7 @@ def save_activation_memory(
             "Leave offload=True out, during whose copies the computation waits, or leave activation_offload out."
         )
     if not has_own:
-        recompute_blocks(blocks, "selective" if kind == "selective" else "full")
+        recompute_blocks(blocks, "selective" if kind == "selective" else "full", Float8Recomputation.of(model))
     if not is_offloaded:
         return None
     why = _why_all_are_recomputed(model, config, len(blocks))

@@ -26,9 +26,11 @@ from hyperpod_plugins.errors import ConfigError, MissingExtraError, format_modul
 from hyperpod_plugins.precision.transformer_engine import (
     BLOCK_RECIPES,
     DEFAULT_SCALING,
+    FORWARD_HOOKS,
     SIDE_OF_BLOCKS,
     TE_RECIPES,
     TeScaling,
+    is_split_as_served,
     to_transformer_engine,
 )
 
@@ -232,13 +234,15 @@ def _left_out(
             left[name] = "its weight is shared"
         elif any(size % side for size in shape):
             left[name] = f"a side of its matrix on a rank is no multiple of {side}"
-        elif replaces_modules and _has_hooks(part):
+        elif replaces_modules and not is_split_as_served(part):
+            left[name] = "its weight or bias is split in a way of the program's own"
+        elif replaces_modules and _has_hooks(part, but=FORWARD_HOOKS if isinstance(part.weight, DTensor) else ()):
             left[name] = "it has hooks"
     return left
 
 
-def _has_hooks(part: nn.Module) -> bool:
-    return any(table for name, table in vars(part).items() if name.endswith("_hooks"))
+def _has_hooks(part: nn.Module, but: Collection[str] = ()) -> bool:
+    return any(table for name, table in vars(part).items() if name.endswith("_hooks") and name not in but)
 
 
 def _local_shape(linear: nn.Linear) -> torch.Size:

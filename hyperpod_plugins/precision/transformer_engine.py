@@ -15,7 +15,21 @@ layers. What a step has done to buffers is undone, replacements and joiners get 
 
 [Note: one region] Transformer Engine reduces when `autocast` is left, and a layer that has run twice by then has lost
 the values of its first call. So the model's forward, or Lightning's step, is one region; layers that run outside of it
-are refused, with delayed scaling also those that run twice in it. Recomputation would do both.
+are refused, with delayed scaling also those that run twice in it.
+
+[Note: recomputation] A block that backward computes again runs outside of the region, and after the scales have moved
+on. `Float8Recomputation` gives each call of a block a context for its recomputations. There the layers have the scales
+of that call, and what they note of the largest values is dropped; nothing is reduced at the end. Transformer Engine's
+own `activation_recompute_forward` does this with queues of the process, one for each layer, from which each
+recomputation takes the oldest entry. After a forward without a backward, such as that of a step that is undone, or
+before a second backward of one graph, it would take another call's scales without a word, so it is not used.
+
+[Note: parts of matrices] With tensor parallelism, a layer multiplies its rank's parts: DTensors end and begin around
+Transformer Engine's forward, in which the layer has the local parts of its parameters. Results of a layer that is split
+along its input features are partial sums, to which the first rank alone adds the bias. Scales come from the largest
+values of all ranks, and so are those of whole tensors. Under FSDP2, a backward casts weights again, and notes the
+largest values of this rank's parts for the next reduction. As a checkpoint holds the notes of one rank, and the forward
+has noted the same, a region of split layers begins without notes.
 
 [Note: evaluations] A forward without gradients, or of a model in eval mode, is in bfloat16 and changes no scales. If a
 backward follows the latter, the model would train in bfloat16, so that backward is refused. A model without dropout is
@@ -31,14 +45,16 @@ import gc
 import importlib.util
 import sys
 import weakref
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hyperpod_plugins.errors import ConfigError
 
@@ -58,6 +74,14 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 _PACKAGE = "transformer_engine"
 _KEYS = {"scaling_fwd": "fwd", "scaling_bwd": "bwd"}
 """Names of a layer's two sets of scales in Transformer Engine, and in the names of the buffers here."""
+FORWARD_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Tables of a module's hooks that a layer of Transformer Engine takes over, where tensor parallelism has added some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +168,7 @@ def to_transformer_engine(
             manager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
             for name, tensor in _scales_of(layer).items():
                 layer.register_buffer(name, tensor)
+            region.split += [weakref.ref(layer)] if isinstance(layer.weight, DTensor) else []
     model.register_forward_pre_hook(lambda module, _: region.enter(module, num_calls=1))
     model.register_forward_hook(lambda *_: region.leave(), always_call=True)
     _regions[model] = region
@@ -205,6 +230,71 @@ def float8_region(model: nn.Module) -> Generator[None]:
         yield
 
 
+class Float8Recomputation:
+    """Has backward compute blocks again in float8 as in their forwards; see [Note: recomputation]."""
+
+    buffers = frozenset({"fp8_scale_fwd", "fp8_amax_history_fwd", "fp8_scale_bwd", "fp8_amax_history_bwd"})
+    """Names of buffers of layers that need no other care in a recomputation."""
+
+    def __init__(self, region: "_Region") -> None:
+        self._region = region
+        self._layers: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Float8Recomputation | None":
+        """Return that of a model; None if it was not converted here."""
+        region = _regions.get(model)
+        return None if region is None else cls(region)
+
+    def __deepcopy__(self, _: object) -> "Float8Recomputation":
+        """Copies of a model share its region, as their hooks do."""
+        return self
+
+    def of_call(self, block: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of all recomputations of one call of a block, which begins now."""
+        if not (self._region.is_open and torch.is_grad_enabled()):
+            return nullcontext()
+        if block not in self._layers:
+            found = [part for part in block.modules() if isinstance(part, _layer_class())]
+            self._layers[block] = [part for part in found if "fp8_scale_fwd" in part._buffers]  # pyright: ignore[reportPrivateUsage]
+        return _Recomputation(self._region, self._layers[block])
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """Around each recomputation of one call of a block."""
+
+    def __init__(self, region: "_Region", layers: list[nn.Module]) -> None:
+        self._region, self._layers = region, layers
+        self._scales = self._copied("fp8_scale_fwd")
+        self._present: list[tuple[AbstractContextManager[None], list[Tensor], list[Tensor]]] = []
+
+    def __enter__(self) -> None:
+        scales, largest = self._copied("fp8_scale_fwd"), self._copied("fp8_amax_history_fwd", 0)
+        region = self._region.recomputation()
+        region.__enter__()
+        self._present.append((region, scales, largest))
+        self._copy(self._scales, "fp8_scale_fwd")
+
+    def __exit__(self, *_: object) -> None:
+        region, scales, largest = self._present.pop()
+        self._copy(scales, "fp8_scale_fwd")
+        self._copy(largest, "fp8_amax_history_fwd", 0)
+        region.__exit__(None, None, None)
+
+    def _tensors(self, name: str, *row: int) -> list[Tensor]:
+        """The tensors of that name of all layers, or a row of each."""
+        return [layer.get_buffer(name)[row] if row else layer.get_buffer(name) for layer in self._layers]
+
+    def _copied(self, name: str, *row: int) -> list[Tensor]:
+        with torch.no_grad():
+            return list(torch.stack(self._tensors(name, *row)).unbind()) if self._layers else []
+
+    def _copy(self, values: list[Tensor], name: str, *row: int) -> None:
+        if values:
+            with torch.no_grad():
+                torch._foreach_copy_(self._tensors(name, *row), values)  # pyright: ignore
+
+
 class _Region:
     """Where layers compute in float8: from the outermost `enter` to its `leave`. For one thread."""
 
@@ -213,18 +303,33 @@ class _Region:
         self._library, self._recipe, self._name = library, recipe, name
         self._is_delayed = name not in BLOCK_RECIPES
         self._depth = 0
-        self._is_step = False
+        self._is_step = self._is_recomputing = False
         self._context: Any = None
         """Of Transformer Engine; None in an evaluation."""
         self._without: Any = None
         """Context of an evaluation that turns off a region of the program."""
         self._ran: set[int] = set()
+        self.split: list[weakref.ref[nn.Module]] = []
+        """Layers with delayed scaling whose weights are split over ranks; see [Note: parts of matrices]."""
         self._handled: BaseException | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the layers that run now compute in float8."""
-        return self._context is not None
+        return self._context is not None or self._is_recomputing
+
+    @contextmanager
+    def recomputation(self) -> Generator[None]:
+        """Context in which backward computes layers again; leaving it reduces nothing."""
+        context, was_recomputing = self.autocast(), self._is_recomputing
+        context.__enter__()
+        self._is_recomputing = True
+        try:
+            yield
+        finally:
+            self._is_recomputing = was_recomputing
+            with torch.no_grad():
+                context.__exit__(None, None, None)
 
     def autocast(self, *, enabled: bool = True) -> Any:
         """Transformer Engine's context, which reduces scales over all ranks, torch's default group."""
@@ -265,6 +370,10 @@ class _Region:
                 self._without = self.autocast(enabled=False)
                 self._without.__enter__()
             return
+        if self.split:
+            with torch.no_grad():
+                layers = [layer for each in self.split if (layer := each()) is not None]
+                torch._foreach_zero_([layer.get_buffer("fp8_amax_history_fwd")[0] for layer in layers])  # pyright: ignore
         self._ran.clear()
         self._handled = sys.exc_info()[1]
         context = self.autocast()
@@ -295,7 +404,7 @@ class _Region:
         Without trainable parameters there is nothing to train, and a program may ask for gradients of inputs.
         """
         model = self._model()
-        if self._context is not None or model is None or not (torch.is_grad_enabled() and result.requires_grad):
+        if self.is_open or model is None or not (torch.is_grad_enabled() and result.requires_grad):
             return
         if any(each.requires_grad for each in model.parameters()):
             result.register_hook(self._refuse_backward)
@@ -317,12 +426,13 @@ class _Region:
         Raises:
             ConfigError: see [Note: one region]; or the number of tokens is no multiple of what the units multiply.
         """
-        if self._context is None:
+        if not self.is_open:
             if layer.training and torch.is_grad_enabled():
                 raise ConfigError(
                     f"float8_recipe={self._name!r}: a layer runs outside of the forward of the model that was given to "
-                    "parallelize, or while that one is in eval mode, or again in backward (recomputation). Call the "
-                    "model as a whole, in training mode and without recomputation, or use float8_recipe='tensorwise'."
+                    "parallelize, or while that one is in eval mode, or again in backward by a checkpoint function of "
+                    "the program. Call the model as a whole, in training mode, and leave recomputation to "
+                    "activation_checkpointing='full', or use float8_recipe='tensorwise'."
                 )
             return
         if (recipe := _manager().get_fp8_recipe()) != self._recipe:
@@ -338,7 +448,7 @@ class _Region:
                 f"{tokens} tokens, which is no multiple of {unit}. Pad the batch, or leave out one that is not full "
                 "(DataLoader(drop_last=True))."
             )
-        if not self._is_delayed:
+        if not self._is_delayed or self._is_recomputing:
             return
         if id(layer) in self._ran:
             raise ConfigError(
@@ -415,9 +525,71 @@ def _recipe(name: TeRecipe, scaling: TeScaling) -> Any:
 
 @cache
 def _layer_class() -> Any:
-    """Transformer Engine's linear layer, without its own pickled state: buffers hold the scales."""
-    without = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
-    return type("TransformerEngineLinear", (_library().Linear,), {"__module__": __name__, **without})
+    """Transformer Engine's linear layer, without its own pickled state: buffers hold the scales.
+
+    It takes DTensors where its weight is one; see [Note: parts of matrices].
+    """
+    kind = _library().Linear
+
+    def forward(self: Any, given: Tensor) -> Tensor:
+        return (
+            _multiply_parts(kind.forward, self, given)
+            if isinstance(self.weight, DTensor)
+            else kind.forward(self, given)
+        )
+
+    members = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
+    return type("TransformerEngineLinear", (kind,), {"__module__": __name__, "forward": forward, **members})
+
+
+@_disable_dynamo
+def _multiply_parts(forward: Callable[[Any, Tensor], Tensor], layer: Any, given: Tensor) -> Tensor:
+    """Compute this rank's part of a layer.
+
+    Args:
+        forward: that of Transformer Engine.
+        layer: whose weight is split over the ranks of one axis.
+        given: `(..., input features)`: the whole, or split along the features if the weight is.
+
+    Returns:
+        A DTensor `(..., output features)`: split along the features, or partial sums.
+    """
+    weight, bias = layer.weight, layer.bias if layer.use_bias else None
+    split = given if isinstance(given, DTensor) else None
+    mesh, is_summed = weight.device_mesh, weight.placements == (Shard(1),)
+    wanted = f"split along dimension {given.dim() - 1}" if is_summed else "whole"
+    if split is None or split.placements != ((Shard(given.dim() - 1),) if is_summed else (Replicate(),)):
+        raise ConfigError(
+            f"a layer of Transformer Engine whose weight is split {weight.placements} takes a DTensor that is "
+            f"{wanted}, but was given {'a tensor that is none' if split is None else split.placements}. Use styles by "
+            "name in tensor_plan, or float8_recipe='tensorwise'."
+        )
+    parts: dict[str, Tensor] = {"weight": weight.to_local()}
+    if bias is not None:
+        parts["bias"] = bias.to_local(grad_placements=[Partial()] if is_summed else None)
+        if is_summed and mesh.get_local_rank():
+            parts["bias"] = parts["bias"] * 0
+    whole = {name: layer._parameters[name] for name in parts}
+    layer._parameters.update(parts)
+    try:
+        part = forward(layer, split.to_local(grad_placements=None if is_summed else [Partial()]))
+    finally:
+        layer._parameters.update(whole)
+    return DTensor.from_local(part, mesh, [Partial() if is_summed else Shard(part.dim() - 1)], run_check=False)
+
+
+def is_split_as_served(linear: nn.Linear) -> bool:
+    """Whether a layer of Transformer Engine can multiply the parts of a linear layer that is split over ranks."""
+    weight, bias = linear.weight, linear.bias
+    if not isinstance(weight, DTensor):
+        return True
+    of_bias: dict[tuple[Placement, ...], tuple[Placement, ...]] = {
+        (Shard(0),): (Shard(0),),
+        (Shard(1),): (Replicate(),),
+    }
+    wanted = of_bias.get(tuple(weight.placements))
+    has_bias = bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    return wanted is not None and (not has_bias or (isinstance(bias, DTensor) and bias.placements == wanted))
 
 
 def _converted(linear: nn.Linear, region: _Region, device: torch.device) -> Any:
@@ -427,6 +599,8 @@ def _converted(linear: nn.Linear, region: _Region, device: torch.device) -> Any:
     layer.weight = weight
     layer.bias = linear.bias if has_bias else torch.empty(0, dtype=weight.dtype, device=device)
     layer.train(linear.training)
+    for name in FORWARD_HOOKS if isinstance(weight, DTensor) else ():  # of its style; their handles are for this object
+        vars(layer)[name] = vars(linear)[name]
     layer.register_forward_pre_hook(lambda module, given: region.check(module, given[0]))
     layer.register_forward_hook(lambda _module, _inputs, result: region.guard(result))
     return layer

@@ -49,7 +49,7 @@ class Job:
     def config_in_wrapper(self) -> ParallelConfig:
         """The configuration inside a script's `offload_wrapper`, with SMP's default of `sm_activation_offloading`.
 
-        Not with Transformer Engine, whose layers are not recomputed, nor with this package's own recomputation.
+        Not with Transformer Engine, whose layers only this package's own recomputation computes again, nor with that.
         """
         is_settled = self.says_offload or self.config.activation_checkpointing != "none"
         if is_settled or self.config.float8_recipe in TE_RECIPES:
@@ -73,12 +73,13 @@ def config_in_wrapper() -> ParallelConfig | None:
     if _job is None:
         return None
     recipe = _job.config.float8_recipe
-    if recipe in TE_RECIPES and not _job.says_offload:
+    if recipe in TE_RECIPES and not _job.says_offload and _job.config.activation_checkpointing == "none":
         warn_once(
-            f"sm_activation_offloading, SMP's default, does not go with float8_recipe={recipe!r} (fp8: true), whose "
-            "layers are not recomputed: in offload_wrapper, all that backward needs is copied to the host, and back "
-            'when it is needed, as torch does. Add "sm_activation_offloading": false to the configuration, or leave '
-            "offload_wrapper out; to recompute blocks and offload their inputs, use float8_recipe='tensorwise'."
+            f"sm_activation_offloading, SMP's default, does not go with float8_recipe={recipe!r} (fp8: true) and "
+            "blocks that a script wraps: in offload_wrapper, all that backward needs is copied to the host, and back "
+            "when it is needed, as torch does. To recompute blocks and offload their inputs, leave checkpoint_wrapper "
+            'and offload_wrapper out, and add "activation_checkpointing": "full" and "sm_activation_offloading": true '
+            'to the configuration; or add "sm_activation_offloading": false.'
         )
     return _job.config_in_wrapper
 
@@ -175,9 +176,9 @@ class Ranker:
 
 _ABSENT = {
     "get_rng_state_tracker": (
-        "layers of Transformer Engine are not recomputed here, so leave its checkpoint function out. To recompute "
-        "blocks, use float8_recipe='tensorwise' with activation_checkpointing='full' in the configuration, or torch's "
-        "checkpoint_wrapper; these need no tracker"
+        "recomputed blocks draw the same random numbers without a tracker. Leave Transformer Engine's checkpoint "
+        'function out, and add "activation_checkpointing": "full" to the configuration, or, without fp8, use torch\'s '
+        "checkpoint_wrapper"
     ),
 }
 """Attributes that scripts for SMP use, and what to do without them."""

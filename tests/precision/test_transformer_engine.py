@@ -19,22 +19,6 @@ CPU = torch.device("cpu")
 STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
 
 
-@pytest.fixture
-def library(monkeypatch):
-    monkeypatch.syspath_prepend(STAND_INS)
-    import transformer_engine.pytorch as library
-
-    import hyperpod_plugins.precision.transformer_engine as ours
-
-    library.FP8GlobalStateManager.reset()
-    ours._trained.clear()
-    yield library
-    ours._trained.clear()
-    ours._layer_class.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -373,12 +357,6 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "match"),
     [
-        (
-            {"tensor_parallel_degree": 2},
-            r"combined with tensor_parallel_degree \(its layers do not take DTensors\). Leave",
-        ),
-        ({"activation_checkpointing": "full"}, r"combined with activation_checkpointing \(its layers would run twice"),
-        ({"sm_activation_offloading": True}, "combined with activation_offload"),
         ({"mlp_tiles": 2}, r"combined with mlp_tiles \(its layers would run twice"),
         ({"delayed_init": True}, r"combined with delayed_init \(its layers are made from the values"),
         ({"float8_all_gather": True}, "needs float8_recipe='tensorwise', but it is 'te-fp8'"),
@@ -390,6 +368,11 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 def test_options_that_exclude_each_other(option, match):
     with pytest.raises(ConfigError, match=match):
         ParallelConfig.of({"float8_recipe": "te-fp8"} | option)
+
+
+def test_scales_of_whole_tensors_in_blocks_exclude_tensor_parallelism():
+    with pytest.raises(ConfigError, match=r"te-nvfp4.*tensor_parallel_degree \(the second scale.*Leave.*'te-mxfp8'"):
+        ParallelConfig(float8_recipe="te-nvfp4", precision="bf16-mixed", tensor_parallel_degree=2)
 
 
 def test_scaling_is_for_this_recipe_only():
@@ -409,7 +392,7 @@ def test_the_keys_of_hyperpods_recipes():
         (asked | {"fp8": "hybrid"}, "fp8 must be true or false"),
         ({"fp8_amax_history_len": 32}, "fp8 must be true or false"),
         (asked | {"float8_recipe": "rowwise"}, "fp8 means float8_recipe='te-fp8'"),
-        (asked | {"tensor_parallel_degree": 2}, "cannot be combined with tensor_parallel_degree"),
+        (asked | {"mlp_tiles": 2}, "cannot be combined with mlp_tiles"),
     ):
         with pytest.raises(ConfigError, match=match):
             ParallelConfig.of(wrong)

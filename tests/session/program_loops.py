@@ -509,7 +509,8 @@ class Block(nn.Module):
 def float8():
     """Matrix products in float8."""
     sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))  # of Transformer Engine
-    session = Session(global_batch_size=8, hybrid_shard_degree=2, precision="bf16-mixed", **OPTIONS)
+    offload.MIN_BYTES = 1  # the model is tiny
+    session = Session(global_batch_size=8, precision="bf16-mixed", **({"hybrid_shard_degree": 2} | OPTIONS))
     torch.manual_seed(0)
     net = session.parallelize(nn.Sequential(nn.Linear(16, 32), *(Block() for _ in range(3)), nn.Linear(32, 16)))
     session.train(net, torch.optim.AdamW(net.parameters(), lr=1e-2))

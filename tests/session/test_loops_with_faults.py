@@ -109,6 +109,19 @@ def test_a_body_that_only_one_rank_has_not_ended(tmp_path):
             "te-fp8",
             id="te",
         ),
+        pytest.param(
+            {
+                "float8_recipe": "te-fp8",
+                "block_classes": ["Block"],
+                "te_scaling": {"amax_history_len": 4},
+                "tensor_parallel_degree": 2,
+                "hybrid_shard_degree": 1,
+                "tensor_plan": {"*.up": "colwise", "*.down": "rowwise"},
+                "activation_offload": True,
+            },
+            "te-fp8",
+            id="te, recomputed, offloaded and split",
+        ),
     ],
 )
 def test_a_model_in_float8(options, said, tmp_path):

@@ -172,6 +172,9 @@ def in_float8(config, own):
     gc.collect()
     plain = plain_loop(script, build(), precision="bf16-mixed", **own)
     gc.collect()
+    recomputed = plain_loop(script, build(), precision="bf16-mixed", activation_checkpointing="full", **own)
+    assert recomputed == plain
+    gc.collect()
     return losses, plain, plain_loop(script, build(), precision="bf16-mixed"), found, told
 
 

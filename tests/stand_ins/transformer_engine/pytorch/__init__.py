@@ -15,9 +15,15 @@ class DelayedScalingRecipeState:
 
 
 def _quantized(tensor, state, index, dtype):
+    """Values in float8, and what they are multiplied by."""
     state.amax_history[0][index] = torch.maximum(state.amax_history[0][index], tensor.abs().max().float())
     limit = torch.finfo(dtype).max
-    return (tensor.float() * state.scale[index]).clamp(-limit, limit).to(dtype).float() / state.scale[index]
+    return (tensor.float() * state.scale[index]).clamp(-limit, limit).to(dtype), state.scale[index].reciprocal()
+
+
+def _values(quantized, dtype):
+    data, scale_inv = quantized
+    return (data.float() * scale_inv).to(dtype)
 
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -48,21 +54,30 @@ class _Linear(torch.autograd.Function):
             x, w = (_quantized_in_blocks(each, layer.fp8_meta["recipe"]).to(inp.dtype) for each in (inp, weight))
         elif is_fp8:
             state = layer.fp8_meta["scaling_fwd"]
-            x = _quantized(inp, state, 0, torch.float8_e4m3fn).to(inp.dtype)
-            w = _quantized(weight, state, 1, torch.float8_e4m3fn).to(inp.dtype)
+            saved = _quantized(inp, state, 0, torch.float8_e4m3fn)
+            x = _values(saved, inp.dtype)
+            w = _values(_quantized(weight, state, 1, torch.float8_e4m3fn), inp.dtype)
+            # A model under FSDP2 keeps the weight, and quantizes it again with the scale that it has in backward.
+            ctx.save_for_backward(*saved, weight)
+            return nn.functional.linear(x, w, bias)
         ctx.save_for_backward(x, w)
         return nn.functional.linear(x, w, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w = ctx.saved_tensors
+        *x, w = ctx.saved_tensors
         g = grad
+        if ctx.is_fp8 and not ctx.is_in_blocks:
+            x = _values(x, grad.dtype)
+            w = _values(_quantized(w, ctx.layer.fp8_meta["scaling_fwd"], 1, torch.float8_e4m3fn), grad.dtype)
+        else:
+            (x,) = x
         if ctx.is_in_blocks:
             g = _quantized_in_blocks(grad, ctx.layer.fp8_meta["recipe"]).to(grad.dtype)
         elif ctx.is_fp8:
             is_hybrid = ctx.layer.fp8_meta["recipe"].fp8_format.name == "HYBRID"
             dtype = torch.float8_e5m2 if is_hybrid else torch.float8_e4m3fn
-            g = _quantized(grad, ctx.layer.fp8_meta["scaling_bwd"], 0, dtype).to(grad.dtype)
+            g = _values(_quantized(grad, ctx.layer.fp8_meta["scaling_bwd"], 0, dtype), grad.dtype)
         if ctx.is_first:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         of_weight = g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
