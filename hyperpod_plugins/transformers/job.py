@@ -99,6 +99,11 @@ def session_of(args: TrainingArguments) -> Session:
     return _job.join(args)
 
 
+def is_elastic() -> bool:
+    """Whether the job may grow and shrink."""
+    return bool(_job.options.get("elastic"))
+
+
 def _devices(args: TrainingArguments) -> torch.device:
     """Join the job, and return this rank's device: what `TrainingArguments` call for their devices."""
     if args.use_cpu and not uses_cpu():

@@ -30,6 +30,12 @@ class EpochPlan:
     """Ranks that read different samples where the job began."""
     accumulation: int
     """Micro-batches of each of these ranks in a step, but for the last one of an epoch."""
+    batch_size: int
+    """Samples of a micro-batch."""
+
+    def to_dict(self) -> dict[str, int]:
+        """What `MicroBatches` needs to divide the same data in the same way."""
+        return {"num_ranks": self.num_ranks, "accumulation": self.accumulation, "batch_size": self.batch_size}
 
     @property
     def step_size(self) -> int:
@@ -81,15 +87,19 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     Args:
         loader: the loader of the training, not prepared by any library.
+        seed: determines the order, together with the epoch.
         num_ranks: ranks that read different samples.
         accumulation: micro-batches of each rank in a step.
-        seed: determines the order, together with the epoch.
+        batch_size: that of the loader.
 
     Raises:
-        ConfigError: the loader reads a stream, or its batches have no common size; or an epoch would have no batch.
+        ConfigError: the loader reads a stream, or its batches have no common size or another one; or an epoch would
+            have no batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, num_ranks: int, accumulation: int, seed: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int, num_ranks: int, accumulation: int, batch_size: int
+    ) -> None:
         sampler = loader.batch_sampler
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigError(
@@ -98,8 +108,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
             )
         if not isinstance(sampler, BatchSampler) or loader.batch_size is None:
             raise ConfigError(
-                "get_train_dataloader returned a loader with its own batch sampler, whose batches another number of ranks "
-                "could not share. Return a DataLoader with batch_size, and with a sampler if there is one."
+                "get_train_dataloader returned a loader with its own batch sampler, whose batches another number of "
+                "ranks could not share. Return a DataLoader with batch_size, and with a sampler if there is one."
             )
         self.loader = loader
         self.dataset = loader.dataset
@@ -113,7 +123,14 @@ class MicroBatches(Dataset[dict[str, Any]]):
                 f"the data has {found} batches of {loader.batch_size} samples, fewer than the {num_ranks} ranks. Use "
                 "more data, a smaller per_device_train_batch_size, or dataloader_drop_last=False."
             )
-        self.plan = EpochPlan(num_batches=num_batches, num_ranks=num_ranks, accumulation=accumulation)
+        if loader.batch_size != batch_size:
+            raise ConfigError(
+                f"the training loader has batch_size={loader.batch_size}, and not per_device_train_batch_size="
+                f"{batch_size}, with which its steps are divided. Use the same for both."
+            )
+        self.plan = EpochPlan(
+            num_batches=num_batches, num_ranks=num_ranks, accumulation=accumulation, batch_size=batch_size
+        )
 
     def __len__(self) -> int:
         """Number of micro-batches of the sequence, which no training reads to its end."""
@@ -140,9 +157,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
                 if callable(set_epoch):
                     set_epoch(epoch)
                 found = [list(each) for each in self._batches]
-            size = self.loader.batch_size
-            assert size is not None
-            self._order.batches = deal(found, self.plan.num_ranks, size, drop_last=self._drop_last)
+            plan, drop_last = self.plan, self._drop_last
+            self._order.batches = deal(found, plan.num_ranks, plan.batch_size, drop_last=drop_last)
             self._order.epoch = epoch
         return self._order.batches
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -30,21 +30,20 @@ class TrainerProgress:
     )
     """Attributes of the Trainer that its loop keeps in variables or in itself."""
 
-    def __init__(self, trainer: Any, session: Session) -> None:
+    def __init__(self, trainer: Any, session: Session, call: str, continue_from: Callable[[], object]) -> None:
         """Keep nothing yet.
 
         Args:
             trainer: has `state`, `control`, `callback_handler`, and the attributes in `NUMBERS`.
             session: the session whose loop trains.
+            call: identifies this call of `train`, the same on all ranks.
+            continue_from: called when the progress of another call was taken over, from a checkpoint.
         """
         self._trainer, self._session = trainer, session
+        self._call, self._continue_from = call, continue_from
+        self._length = trainer.state.max_steps, trainer.state.num_train_epochs
         self._known: tuple[Any, Any] = None, None
         self._history = 0, "[]"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `session.state` has the progress of a Trainer."""
-        return _STATE in self._session.state
 
     def push(self) -> None:
         """Put the present progress into `session.state`.
@@ -58,6 +57,7 @@ class TrainerProgress:
         names = (field.name for field in dataclasses.fields(TrainerState) if field.name not in _NOT_SHARED)
         text = _text(
             {
+                "call": self._call,
                 "state": {name: getattr(trainer.state, name) for name in names},
                 "control": trainer.control.state()["args"],
                 "numbers": {name: getattr(trainer, name) for name in self.NUMBERS},
@@ -68,27 +68,34 @@ class TrainerProgress:
         loss: torch.Tensor = trainer._tr_loss
         self._session.state |= {_STATE: text, _HISTORY: self._history[1], _LOSS: loss.detach().clone()}
 
-    def pull(self, *, with_callbacks: bool = True) -> None:
-        """Take the progress over from `session.state`, unless the Trainer has it; and this process's place."""
+    def pull(self) -> None:
+        """Take the progress over from `session.state`, unless the Trainer has it; and this process's place.
+
+        States of callbacks are not taken from another call of `train`, unless the arguments say so.
+        """
         trainer, kept = self._trainer, self._session.state
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
-        if not self.is_known or (kept[_STATE] is self._known[0] and kept[_HISTORY] is self._known[1]):
+        if _STATE not in kept or (kept[_STATE] is self._known[0] and kept[_HISTORY] is self._known[1]):
             return
         self._known = kept[_STATE], kept[_HISTORY]
         values = json.loads(kept[_STATE])
         for name, value in values["state"].items():
             setattr(trainer.state, name, value)
+        trainer.state.max_steps, trainer.state.num_train_epochs = self._length
         trainer.state.log_history = json.loads(kept[_HISTORY])
         self._history = len(trainer.state.log_history), kept[_HISTORY]
         for name, value in values["numbers"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = kept[_LOSS].detach().clone().to(trainer.args.device)
-        if with_callbacks:
+        is_own = values["call"] == self._call
+        if is_own or trainer.args.restore_callback_states_from_checkpoint:
             trainer.control = TrainerControl(**values["control"])
             for callback, state in zip(self._stateful(), values["callbacks"], strict=True):
                 for name, value in state["attributes"].items():
                     setattr(callback, name, value)
+        if not is_own:
+            self._continue_from()
 
     def _stateful(self) -> list[Any]:
         found: Sequence[Any] = self._trainer.callback_handler.callbacks

@@ -9,11 +9,12 @@ the ranks. The session averages over all micro-batches of a step. So a loss is m
 micro-batches of a full step, and divided by the number of processes, for which `compute_loss` has multiplied it.
 """
 
-# The parts of a Trainer's loop are private and not meant to be overridden; see docs/design/trainer.md.
+# The parts of a Trainer's loop are private and not meant to be overridden.
 # pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 
 import json
 import time
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ from typing_extensions import override
 
 from hyperpod_plugins.accelerate import HyperPodAccelerator, HyperPodPlugin
 from hyperpod_plugins.accelerate.compat import AcceleratorState
+from hyperpod_plugins.env import JobEnv, run_id
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import load_checkpoint
 from hyperpod_plugins.parallel.hsdp import whole_tensor
@@ -39,7 +41,7 @@ from hyperpod_plugins.transformers.compat import (
     Trainer,
     TrainOutput,
 )
-from hyperpod_plugins.transformers.job import session_of
+from hyperpod_plugins.transformers.job import is_elastic, session_of
 from hyperpod_plugins.transformers.micro_batches import EpochLength, EpochPlan, MicroBatches, without_labels
 from hyperpod_plugins.transformers.progress import TrainerAttributes, TrainerProgress
 from hyperpod_plugins.transformers.refusals import (
@@ -79,7 +81,11 @@ class HyperPodTrainerMixin(_Base):
     accelerator: HyperPodAccelerator
     _session: Session
     _plan: EpochPlan
-    _resume_from: str = ""
+    _progress: TrainerProgress
+    _call: str
+    _start_time: float
+    _num_calls = 0
+    _resume_from = ""
     _num_items: Any = None
 
     # -- set-up -------------------------------------------------------------------------------------------------
@@ -220,9 +226,11 @@ class HyperPodTrainerMixin(_Base):
         kept = TrainerAttributes(self, self.kept_attributes)
         if kept.names:
             session.register_rank_local("trainer", kept)
-        progress = self._begin_progress(max_steps, num_epochs)
+        self.state.init_training_references(self, max_steps, num_epochs, None)
+        progress = self._begin_progress()
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
-        progress.push()
+        if not self._resume_from:
+            progress.push()
         loader = batches.as_loader()
         for step in session.steps(loader, max_steps=max_steps, global_batch_size=batches.plan.step_size):
             with step:
@@ -248,37 +256,46 @@ class HyperPodTrainerMixin(_Base):
         return self._finalize_training(None, num_samples, self._start_time)
 
     def _read_batches(self) -> MicroBatches:
-        """The batches of the training, of whose order all ranks are told by the first."""
+        """The batches of the training, of whose order and division all ranks are told by the first."""
         with _unprepared_loaders(self.accelerator):
             loader = self.get_train_dataloader()
-        plan = {"num_ranks": self._session.topology.data_degree, "accumulation": self.args.gradient_accumulation_steps}
+        plan = {
+            "num_ranks": self._session.topology.data_degree,
+            "accumulation": self.args.gradient_accumulation_steps,
+            "batch_size": self._train_batch_size,
+        }
         seed = torch.initial_seed() if self.args.data_seed is None else self.args.data_seed
-        told = self._session.agree({"plan": plan, "seed": seed, "resume_from": self._resume_from})
-        self._resume_from = told["resume_from"]
+        former = _plan_in(self._resume_from) if self._resume_from else None
+        HyperPodTrainerMixin._num_calls += 1
+        call = f"{run_id() or uuid.uuid4().hex} {self._num_calls}"
+        told = self._session.agree(
+            {"plan": plan, "former": former, "seed": seed, "resume_from": self._resume_from, "call": call}
+        )
+        self._resume_from, self._call, plan, former = (told[name] for name in ("resume_from", "call", "plan", "former"))
+        if self._resume_from:
+            plan = _continued(plan, former, self._resume_from, is_elastic=is_elastic())
         cast("Any", self.callback_handler).train_dataloader = loader
-        batches = MicroBatches(loader, seed=told["seed"], **told["plan"])
+        batches = MicroBatches(loader, seed=told["seed"], **plan)
         self._plan = batches.plan
         return batches
 
-    def _begin_progress(self, max_steps: int, num_epochs: int) -> TrainerProgress:
-        """Load the checkpoint to resume from, if there is one, and keep the progress from now on."""
-        progress = TrainerProgress(self, self._session)
-        self._session.state.clear()
-        self._tr_loss = torch.tensor(0.0, device=self.args.device)
-        self._total_loss_scalar, self._start_time = 0.0, time.time()
-        self._initial_global_step = self._globalstep_last_logged = self._initial_num_input_tokens_seen = 0
-        if self._resume_from:
-            self._session.load(Path(self._resume_from, _SESSION_FOLDER))
-        if progress.is_known:
-            begins_at = self._start_time
-            progress.pull(with_callbacks=self.args.restore_callback_states_from_checkpoint)
-            self.state.init_training_references(self, max_steps, num_epochs, None)
-            self._tr_loss, self._total_loss_scalar = torch.zeros_like(self._tr_loss), 0.0
+    def _begin_progress(self) -> TrainerProgress:
+        """Keep the progress from now on; it begins with the checkpoint to resume from, if there is one."""
+        begins_at = time.time()
+
+        def begin() -> None:
+            self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
             self._initial_global_step = self._globalstep_last_logged = self.state.global_step
             self._initial_num_input_tokens_seen, self._start_time = self.state.num_input_tokens_seen, begins_at
-        else:
-            self.state.init_training_references(self, max_steps, num_epochs, None)
-        return progress
+
+        begin()
+        self._session.state.clear()
+        self._progress = TrainerProgress(self, self._session, self._call, begin)
+        self._progress.push()
+        if self._resume_from:
+            self._session.load(Path(self._resume_from, _SESSION_FOLDER))
+            self._progress.pull()
+        return self._progress
 
     def _begin_step(self, step: Step, model: nn.Module) -> float:
         """Tell callbacks that a step begins, and return its learning rate."""
@@ -377,11 +394,10 @@ class HyperPodTrainerMixin(_Base):
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        TrainerProgress(self, self._session).push()
+        self._progress.push()
         self._session.save(Path(output_dir, _SESSION_FOLDER))
         if self.args.should_save:
-            plan = {"num_ranks": self._plan.num_ranks, "accumulation": self._plan.accumulation}
-            Path(output_dir, _PLAN_FILE).write_text(json.dumps(plan))
+            Path(output_dir, _PLAN_FILE).write_text(json.dumps(self._plan.to_dict()))
 
     @override
     def _load_best_model(self) -> None:
@@ -406,6 +422,9 @@ def _checkpoint_of(given: str | bool | None, folder: Path) -> str:
     Raises:
         ConfigError: the folder that was asked for is not there.
     """
+    job = JobEnv.from_environ()
+    if job is not None and _plan_in(str(Path(job.resume_from).parent)) is not None:
+        return str(Path(job.resume_from).parent)  # all processes restarted; an earlier one may have been deleted since
     if isinstance(given, str):
         return given
     if not given:
@@ -417,6 +436,43 @@ def _checkpoint_of(given: str | bool | None, folder: Path) -> str:
             f"resume_from_checkpoint=True, but {folder} has no complete checkpoint that HyperPodTrainer has written."
         )
     return str(numbered[max(numbered)])
+
+
+def _plan_in(checkpoint: str) -> dict[str, int] | None:
+    """How the steps of a checkpoint were divided; None if the folder is not there, or was not written by this class."""
+    path = Path(checkpoint, _PLAN_FILE)
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _continued(
+    plan: dict[str, int], former: dict[str, int] | None, checkpoint: str, *, is_elastic: bool
+) -> dict[str, int]:
+    """How the steps of a training are divided that continues from a checkpoint.
+
+    Args:
+        plan: as the arguments and the world say.
+        former: as the checkpoint says.
+        checkpoint: path of the checkpoint.
+        is_elastic: whether the job may share the same steps among another number of ranks.
+
+    Raises:
+        ConfigError: the checkpoint is foreign, or its steps have other samples.
+    """
+    if former is None:
+        raise ConfigError(
+            f"resume_from_checkpoint: {checkpoint} is not there, or was not written by HyperPodTrainer. To begin with "
+            "weights of another Trainer, load the model from that folder: from_pretrained."
+        )
+    is_same = plan["num_ranks"] * plan["accumulation"] == former["num_ranks"] * former["accumulation"]
+    if former["batch_size"] == plan["batch_size"] and (is_same or is_elastic):
+        return former
+    raise ConfigError(
+        f"{checkpoint} was written by {former['num_ranks']} ranks with gradient_accumulation_steps="
+        f"{former['accumulation']} and per_device_train_batch_size={former['batch_size']}; here are "
+        f"{plan['num_ranks']} ranks with {plan['accumulation']} and {plan['batch_size']}. Use the same "
+        "per_device_train_batch_size, and a gradient_accumulation_steps with which its product with the number of "
+        "ranks is the same."
+    )
 
 
 @contextmanager

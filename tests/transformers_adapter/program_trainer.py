@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,9 +14,18 @@ from faults import Faults
 if os.environ.get("PLAIN"):
     from transformers import Trainer as TrainerClass
 else:
+    from hyperpod_plugins.elastic import ElasticPolicy
     from hyperpod_plugins.transformers import HyperPodTrainer as TrainerClass
+    from hyperpod_plugins.transformers import configure
 
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+    replicas = int(os.environ.get("REPLICAS", "0"))
+    if replicas:
+        policy = ElasticPolicy(max_replicas=replicas, scaling_timeout_s=0.0, faulty_scale_down_timeout_s=2.0)
+        configure(elastic=policy)
+    elif os.environ.get("SHARDS"):
+        configure(hybrid_shard_degree=int(os.environ["SHARDS"]))
+
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 torch.set_num_threads(1)
 VOCABULARY, LENGTH = 64, 16
@@ -51,6 +61,16 @@ class Notes(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self.faults.at("step_end", state.global_step)
+        if os.environ.get("REPLICAS"):
+            self.faults.note(kind="step", step=state.global_step, rank=args.process_index, size=args.world_size)
+            time.sleep(0.03)
+        stop = self.faults.folder / "stop"
+        if stop.exists() and state.global_step >= int(stop.read_text()):
+            control.should_training_stop = True
+
+    def on_log(self, args, state, control, logs, **_):
+        if "loss" in logs:
+            self.faults.note(kind="loss", step=state.global_step, loss=logs["loss"], size=args.world_size)
 
     def on_evaluate(self, args, state, control, **_):
         self.faults.at("evaluated", state.global_step)
@@ -102,12 +122,19 @@ def main():
             faults.at(f"after {where}", self.state.global_step)
             return result
 
+    callbacks = [Notes(faults)]
+    if os.environ.get("PATIENCE"):
+        callbacks.append(EarlyStoppingCallback(int(os.environ["PATIENCE"])))
+    if os.environ.get("LORA"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     trainer = FaultyTrainer(
         model=model,
         args=args,
         train_dataset=Sentences(int(os.environ.get("SAMPLES", "22"))),
         eval_dataset=Sentences(7, seed=1),
-        callbacks=[Notes(faults)],
+        callbacks=callbacks,
     )
     output = trainer.train(**json.loads(os.environ.get("TRAIN", "{}")))
     history = [
@@ -118,6 +145,7 @@ def main():
         name: whole(each.detach()).clone()
         for name, each in trainer.accelerator.unwrap_model(trainer.model).state_dict().items()
     }
+    trainer.save_model()
     result = {"state": state, "history": history, "loss": output.training_loss, "step": output.global_step}
     torch.save(result, faults.folder / f"result-{args.process_index}.pt")
 

@@ -2,12 +2,18 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from recovery.elastic_nodes import Nodes
 from recovery.faults import HYPERPODRUN, PRELOAD, TORCHRUN, run_job
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 SCRIPT = "../transformers_adapter/program_trainer.py"
+WITHOUT_TEMPLATE = ("env",)
+"""The programs do not need Lightning, which the template of agents imports."""
 OPTIONS = {
     "max_steps": -1,
     "num_train_epochs": 3,
@@ -29,7 +35,15 @@ def run(folder, faults=(), *, launcher=HYPERPODRUN, environ=None, num_ranks=2, *
     environ = {"OPTIONS": json.dumps(OPTIONS | options), "SAMPLES": "37", **(environ or {})}
     args = PRELOAD if launcher == HYPERPODRUN else ()
     job = run_job(
-        SCRIPT, folder, faults=faults, num_ranks=num_ranks, environ=environ, launcher=launcher, args=args, timeout_s=250
+        SCRIPT,
+        folder,
+        faults=faults,
+        num_ranks=num_ranks,
+        environ=environ,
+        launcher=launcher,
+        args=args,
+        prefix=WITHOUT_TEMPLATE,
+        timeout_s=250,
     )
     assert job.code == 0, job.output[-8000:]
     assert job.num_faults == len(faults)
@@ -87,3 +101,104 @@ def test_random_numbers_of_a_step_are_drawn_again(tmp_path):
     environ = {"DROPOUT": "0.3"}
     wanted = run(tmp_path / "calm", environ=environ)
     assert_same(wanted, run(tmp_path / "kill", [["after forward", 4, 1, "kill"]], environ=environ))
+
+
+@pytest.mark.spawns
+def test_a_training_resumes_from_a_checkpoint_that_is_deleted_meanwhile(calm, tmp_path):
+    """A replacement does not read it, and does not take a newer one for it."""
+    shutil.copytree(calm.folder / "out" / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
+    faults = [["forward", 7, 1, "kill"], ["step_end", 9, 0, "kill"]]
+    environ = {"TRAIN": json.dumps({"resume_from_checkpoint": True})}
+    found = run(tmp_path, faults, environ=environ, save_steps=1, save_total_limit=1)
+    for wanted, result in zip(calm.results(2), found.results(2), strict=True):
+        assert result["history"][:-1] == wanted["history"][:-1]
+        assert result["loss"] < wanted["loss"]  # of the steps of this call, as the Trainer's
+        assert all(torch.equal(result["state"][name], value) for name, value in wanted["state"].items())
+    assert not (tmp_path / "out" / "checkpoint-6").exists()
+    assert [each.name for each in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-9"]
+
+
+@pytest.mark.spawns
+def test_what_a_training_leaves_opens_in_transformers(calm):
+    """The final model and each checkpoint have whole weights; the oldest checkpoint was rotated away."""
+    out = calm.folder / "out"
+    assert {each.name for each in out.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-9"}
+    for folder in (out, out / "checkpoint-9"):
+        model, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()), info
+        assert model.config.architectures == ["LlamaForCausalLM"]
+        assert all(torch.equal(value, calm.results(2)[0]["state"][name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.spawns
+def test_early_stopping_and_the_best_model_with_a_kill_before_the_end(tmp_path):
+    """Training ends one evaluation after the best one, and has the weights that it had then."""
+    options = {"load_best_model_at_end": True, "num_train_epochs": 8, "save_total_limit": 1}
+    found = run(tmp_path, [["evaluated", 6, 1, "kill"]], environ={"PATIENCE": "1"}, **options)
+    for result in found.results(2):
+        losses = {each["step"]: each["eval_loss"] for each in result["history"] if "eval_loss" in each}
+        best = min(losses, key=losses.get)
+        assert result["step"] == max(losses) == best + 3 < 24
+        wanted = LlamaForCausalLM.from_pretrained(tmp_path / "out" / f"checkpoint-{best}").state_dict()
+        assert all(torch.equal(result["state"][name], value) for name, value in wanted.items())
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
+@pytest.mark.spawns
+def test_an_adapter_of_peft_is_trained_and_saved(tmp_path):
+    environ = {"LORA": "1"}
+    wanted = run(tmp_path / "calm", environ=environ)
+    assert_same(wanted, run(tmp_path / "kill", [["after forward", 5, 0, "kill"]], environ=environ))
+    saved = load_file(tmp_path / "calm" / "out" / "adapter_model.safetensors")
+    state = wanted.results(2)[0]["state"]
+    trained = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())
+    assert any(value.count_nonzero() for name, value in saved.items() if "lora_B" in name)
+
+
+class TrainerNodes(Nodes):
+    """Agents of a job that runs `program_trainer.py`."""
+
+    script = SCRIPT
+    patience_s = 200.0  # transformers takes long to import
+
+
+@pytest.mark.spawns
+def test_the_job_grows_and_shrinks_with_the_same_losses(tmp_path):
+    """The micro-batches of a step stay those of the first world, and are shared by all ranks."""
+    options = {"max_steps": 100_000, "lr_scheduler_type": "constant", "learning_rate": 1e-3, "logging_steps": 1}
+    environ = {"OPTIONS": json.dumps(OPTIONS | options | {"eval_strategy": "no", "save_strategy": "no"})}
+    nodes = TrainerNodes(tmp_path / "elastic", "")
+    nodes.environ |= environ | {"REPLICAS": "2", "SAMPLES": "37"}
+    nodes.args += PRELOAD
+    try:
+        nodes.start("a", prefix=WITHOUT_TEMPLATE)
+        nodes.await_size(1)
+        nodes.start("b", prefix=WITHOUT_TEMPLATE)
+        nodes.await_size(2)
+        nodes.lose("b")
+        nodes.await_size(1)
+        num_steps = nodes.finish()
+    finally:
+        nodes.clear()
+    fixed = tmp_path / "fixed"
+    fixed.mkdir()
+    (fixed / "stop").write_text(str(num_steps))
+    job = run(fixed, num_ranks=1, environ=environ)
+    wanted = {each["step"]: each["loss"] for each in job.records("loss", 1)[0]}
+    lines = [line for path in nodes.folder.glob("record-*.jsonl") for line in path.read_text().split("\n")[:-1]]
+    losses = [each for each in map(json.loads, lines) if each["kind"] == "loss"]
+    assert {each["size"] for each in losses} == {1, 2}
+    for each in losses:
+        assert math.isclose(each["loss"], wanted[each["step"]], rel_tol=1e-3), each
+
+
+@pytest.mark.spawns
+def test_a_sharded_model_has_the_same_losses_and_is_saved_whole(calm, tmp_path):
+    found = run(tmp_path, environ={"SHARDS": "2"})
+    for wanted, each in zip(calm.results(2)[0]["history"], found.results(2)[1]["history"], strict=True):
+        assert each.keys() == wanted.keys()
+        assert all(math.isclose(each[name], value, rel_tol=1e-5) for name, value in wanted.items())
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-9")
+    assert all(torch.equal(value, found.results(2)[0]["state"][name]) for name, value in model.state_dict().items())
