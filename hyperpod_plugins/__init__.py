@@ -21,6 +21,7 @@ Contents, roughly from the bottom up:
 * `hyperpod_plugins.presets`: configuration files for `accelerate launch`.
 * `hyperpod_plugins.smp`: runs SMP v2 scripts through `import torch.sagemaker`.
 * `hyperpod_plugins.session`: recovery for hand-written training loops, in plain torch or with an Accelerator.
+* `hyperpod_plugins.transformers`: `HyperPodTrainer`, the Trainer of transformers on a session.
 * `hyperpod_plugins.cli`: the command `hyperpod`.
 
 What most programs need can be imported from here: `from hyperpod_plugins import HyperPodStrategy, Session`. Each name

@@ -275,6 +275,14 @@ print("ended at", elastic.schedule_step, "after", trainer.global_step, flush=Tru
         says=r"ended with \d\.",
     ),
     Program(
+        pages=("docs/guides/trainer.md",),
+        quotes=("trainer = HyperPodTrainer(",),
+        launcher_options=OF_LOOPS,
+        replaced={"per_device_train_batch_size=4": "per_device_train_batch_size=4, disable_tqdm=True"},
+        says="'train_loss': ",
+        leaves="out/checkpoint-8/model.safetensors",
+    ),
+    Program(
         pages=("docs/guides/elastic.md",),
         quotes=("watch_elastic_events()",),
         launcher_options=OF_LOOPS,

@@ -511,6 +511,24 @@ def accelerated_session(page):
     assert page["step"].index == 5
 
 
+ELASTIC_TRAINER = "configure(elastic=ElasticPolicy(max_replicas=8)"
+
+
+@fragments("docs/guides/trainer.md", ELASTIC_TRAINER, ranks=2)
+def elastic_trainer(page):
+    page.run(ELASTIC_TRAINER)
+    assert page["args"].world_size == 2
+
+
+MIXED_IN = "class MyTrainer(HyperPodTrainerMixin, Seq2SeqTrainer)"
+
+
+@fragments("docs/guides/trainer.md", MIXED_IN)
+def trainer_with_the_mixin(page):
+    page.run(MIXED_IN)
+    assert page["MyTrainer"].save_model is page["HyperPodTrainerMixin"].save_model
+
+
 ELASTIC_SESSION = "global_batch_size=64, elastic=ElasticPolicy(max_replicas=8)"
 
 

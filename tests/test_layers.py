@@ -17,6 +17,7 @@ LAYERS = (
     "fault_injection planning",
     "report doctor",
     "lightning accelerate session presets project_templates smp",
+    "transformers",
     "cli",
 )
 LAYER_OF = {unit: row for row, units in enumerate(LAYERS) for unit in units.split()}

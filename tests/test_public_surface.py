@@ -29,6 +29,7 @@ PACKAGES = (
     "report",
     "session",
     "smp",
+    "transformers",
 )
 
 

@@ -459,7 +459,7 @@ class Loop:
                 return True
             self._trained.end_body()
             self._num_bodies += 1
-            self._position = replace(self._position, after_commit=False, result=None)
+            self._position = replace(self._position, after_commit=False, result=None, grad_norm=None)
         return False
 
     def _steps_from(self, position: Position) -> Iterator[Step]:
@@ -471,6 +471,7 @@ class Loop:
                 epoch=position.epoch,
                 ends_epoch=position.ends_epoch,
                 num_samples=position.num_samples,
+                grad_norm=position.grad_norm,
                 is_replay=True,
                 result=position.result,
                 read_again=partial(self._read_again, position),
@@ -614,10 +615,12 @@ class Loop:
                 ends_epoch=step.ends_epoch,
                 result=done.result,
                 num_samples=step.num_samples,
+                grad_norm=done.norm,
                 loader=self._loader.state_dict(),
                 loader_before=self._position.loader,
             )
             self._trained.begin_rest(step.index + 1)
+            step.grad_norm = done.norm
             return done.result
 
         result = self.transactions.run(compute, commit)

@@ -481,7 +481,7 @@ class Session:
             CheckpointError: it could not be written.
         """
         trained, transactions = self._require_train()
-        position = replace(trained.position(), after_commit=False, result=None)
+        position = replace(trained.position(), after_commit=False, result=None, grad_norm=None)
         self.reach("checkpoint")
         trained.write(path, position)
         if transactions.saved is not None:
@@ -522,7 +522,8 @@ class Session:
         try:
             folder = entries.folder(self._folder)
             trained.write(
-                state_folder(folder, entries.number), replace(trained.position(), after_commit=False, result=None)
+                state_folder(folder, entries.number),
+                replace(trained.position(), after_commit=False, result=None, grad_norm=None),
             )
             save_entry_values(folder, entries.number, self._worker_id, {})
         except (CheckpointError, ConfigError, OSError) as error:
@@ -544,7 +545,9 @@ class Session:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def steps(self, loader: DataLoader[Any], *, epochs: int = 1, max_steps: int = 0) -> Iterator[Step]:
+    def steps(
+        self, loader: DataLoader[Any], *, epochs: int = 1, max_steps: int = 0, global_batch_size: int = 0
+    ) -> Iterator[Step]:
         """Return an iterator over the training steps. Use each as `with step:`.
 
         Code of the body after `step.run` may communicate (validate, save). If a fault interrupts it, the body runs
@@ -558,6 +561,7 @@ class Session:
                 per epoch, regardless of faults and changes of the world.
             epochs: number of epochs.
             max_steps: maximum number of steps, including those before a checkpoint; 0 for no limit.
+            global_batch_size: number of samples per step of this loop, instead of that of the `Session`.
 
         Raises:
             LoopError: `train` was not called, or the body does not use its step.
@@ -567,7 +571,7 @@ class Session:
         trained, transactions = self._require_train()
         assert self._computation is not None
         data = MapStyleData(loader, seed=self.config.random_seed, taken_by="session.steps(...)")
-        batch = self._batch_of(data.micro_batch_size)
+        batch = self._batch_of(data.micro_batch_size, global_batch_size)
         split = batch.split(self.topology.replicate_degree, self.topology.data_ranks_per_replica)
         sizes = (self.topology.replicate_degree,)
         if self._policy is not None and self._member.recovers:
@@ -646,13 +650,16 @@ class Session:
 
             group_health.forbid_collectives("other ranks are still in the loop that this rank has left", wait)
 
-    def _batch_of(self, micro_batch_size: int) -> StepBatch:
+    def _batch_of(self, micro_batch_size: int, global_batch_size: int) -> StepBatch:
         """The batch of a step in any world.
 
         Raises:
-            ConfigError: a reproducible batch cannot be cut into parts of equal size.
+            ConfigError: a reproducible batch cannot be cut into parts of equal size; a batch of the loop's own, where
+                the batch follows the world.
         """
-        constant = self._global_batch_size or micro_batch_size * self.topology.data_degree
+        if global_batch_size and self._samples_per_replica:
+            raise ConfigError("give samples_per_replica to the Session, or global_batch_size to steps, not both.")
+        constant = global_batch_size or self._global_batch_size or micro_batch_size * self.topology.data_degree
         batch = StepBatch(
             global_batch_size=0 if self._samples_per_replica else constant,
             samples_per_replica=self._samples_per_replica,

@@ -78,6 +78,8 @@ class Position:
     """What that step returned; kept until its body ends."""
     num_samples: int = 0
     """Number of samples of that step, over all ranks."""
+    grad_norm: torch.Tensor | None = None
+    """Norm of its gradients before they were clipped; None if they were not, or if its body has ended."""
     loader: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the loader after the committed steps; empty before the first."""
     loader_before: dict[str, Any] | None = None

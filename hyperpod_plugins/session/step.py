@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -167,6 +168,8 @@ class Step:
         epoch: number of its epoch, from 0.
         ends_epoch: whether it is the last step of its epoch.
         num_samples: number of samples of the step, over all ranks.
+        grad_norm: norm of all gradients before they were clipped, `()`, the same on all ranks; None before `run`, and
+            without `max_grad_norm`.
         is_replay: whether the step was committed before, so that only the code after `run` is repeated.
     """
 
@@ -180,6 +183,7 @@ class Step:
         batches: tuple[Any, ...] = (),
         weights: tuple[float, ...] = (),
         num_samples: int = 0,
+        grad_norm: Tensor | None = None,
         is_replay: bool = False,
         result: Any = None,
         read_again: Callable[[], tuple[Any, ...]] | None = None,
@@ -191,6 +195,7 @@ class Step:
         self._read_again = read_again
         self.weights = weights
         self.num_samples = num_samples
+        self.grad_norm = grad_norm
         self.is_replay = is_replay
         self.was_interrupted = False
         """Whether a fault interrupted the body; the loop handles it."""
