@@ -39,7 +39,8 @@ from hyperpod_plugins.errors import ConfigError, NotBuiltYetError, format_list
 from hyperpod_plugins.parallel.adopted_parts import gather_whole, has_known_part
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES
 from hyperpod_plugins.parallel.topology import EXPERT_SHARD
-from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
+from hyperpod_plugins.parallel.unit_messages import HOOK_ADVICE
+from hyperpod_plugins.parallel.unit_watch import parameter_groups
 
 _STYLES = "transformers.distributed."
 """Package of the functions that transformers puts in the place of the forward of a module that it splits."""

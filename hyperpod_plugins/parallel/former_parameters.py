@@ -32,7 +32,8 @@ from torch.optim import Optimizer
 from hyperpod_plugins.errors import ConfigError, format_list
 from hyperpod_plugins.parallel.gathered_parameters import PRIVATE_ATTRIBUTES, GatheredParameter, followed_parameters
 from hyperpod_plugins.parallel.host_optimizer import check_host_optimizers
-from hyperpod_plugins.parallel.unit_watch import HOOK_ADVICE, parameter_groups
+from hyperpod_plugins.parallel.unit_messages import HOOK_ADVICE
+from hyperpod_plugins.parallel.unit_watch import parameter_groups
 
 _Names = dict[int, tuple["ref[torch.Tensor]", str]]
 _former: "WeakKeyDictionary[nn.Module, _Names]" = WeakKeyDictionary()

@@ -36,6 +36,7 @@ from hyperpod_plugins.parallel.config import ParallelConfig
 from hyperpod_plugins.parallel.gathered_parameters import parameters_by_module
 from hyperpod_plugins.parallel.module_chains import find_chains
 from hyperpod_plugins.parallel.node_collectives import use_node_collectives
+from hyperpod_plugins.parallel.replica_buckets import takes_buckets
 from hyperpod_plugins.parallel.unit_watch import fsdp_parameters, parameter_groups, watch_units
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
     """
     shard_degree = mesh.size(mesh.ndim - 1)
     _check_no_scalars(model)
-    blocks = list(find_blocks(model, config.block_classes))
+    in_buckets = takes_buckets(model, mesh, config)
+    blocks = [] if in_buckets else list(find_blocks(model, config.block_classes))
     if not config.allow_empty_shards:
         _check_no_empty_shard(model, shard_degree)
     _check_one_dtype_per_unit([*cast("Iterator[nn.Module]", fsdp_units(model)), *blocks, model])
@@ -78,7 +80,7 @@ def shard_hybrid(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> 
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, shard_placement_fn=placement)
     if config.node_collectives:
         use_node_collectives([*blocks, model], mesh, config.node_collectives)
-    watch_units(model)
+    watch_units(model, in_buckets=in_buckets)
 
 
 class _CachedSlicesMesh(DeviceMesh):

@@ -37,7 +37,7 @@ thousand events, ranks compare only every 256.
 
 from array import array
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import zip_longest
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -64,35 +64,35 @@ from hyperpod_plugins.parallel.gathered_parameters import GatheredParameter, fol
 from hyperpod_plugins.parallel.gathering_in_place import gather_in_place
 from hyperpod_plugins.parallel.module_outputs import follow_outputs
 from hyperpod_plugins.parallel.overlapped_reduction import OverlappedReduction, shard_size
+from hyperpod_plugins.parallel.replica_buckets import GradientBuckets
+from hyperpod_plugins.parallel.unit_messages import (
+    OF_REPLACEMENTS,
+    SECOND_DERIVATIVES,
+    SPARSE_ADVICE,
+    SUM_YOURSELF,
+    evaluation_message,
+    gradient_message,
+    old_gradients_message,
+    step_message,
+    written_message,
+)
 
 _UNUSED, _USED, _USED_NOW, _WRITTEN, _HOOKED, _SPARSE, _WITH_GRAPH = range(7)
 _STEPPED_ON = "_hyperpod_stepped_on"
 """Attribute of a gradient on which an optimizer has stepped."""
-_WHAT_TO_DO = (
-    "Name in block_classes only classes whose modules every rank runs in every forward, such as the layer around a set "
-    "of experts: modules outside them are gathered with the model as a whole, and ranks may then run different ones."
-)
 _NUM_CHECKED_STEPS = 3  # in a new process; 1 after a fault. All ranks must have the same number left.
 _NUM_CHECKED_EVENTS = 2**12
 """Most events of a step that ranks compare one by one."""
 _EVERY, _MOST_EVENTS = 2**8, 2**14
 """How many of those that follow they compare together; and how many are kept one by one where they are not compared."""
-HOOK_ADVICE = (
-    "Each rank computes the gradient of its own samples, so a hook would see other values than in one process, and it "
-    "does not run on shards. Change reduced gradients instead: parameter.grad between backward and the optimizer's "
-    "step (Lightning: in on_before_optimizer_step), or by parameter.register_post_accumulate_grad_hook after sharding: "
-    "in configure_optimizers, or after parallelize or prepare. Each is a DTensor there, of which a rank has a part."
-)
-"""What to do instead of registering hooks for gradients of parameters."""
-SPARSE_ADVICE = (
-    "FSDP2 reduces dense gradients only. Use sparse=False, and an optimizer for dense gradients (torch.optim.Adam "
-    "instead of SparseAdam)."
-)
-"""What to do instead of training with sparse gradients."""
 
 
-def watch_units(model: nn.Module) -> None:
+def watch_units(model: nn.Module, *, in_buckets: bool = False) -> None:
     """Start watching the units of a sharded model and following their parameters; does nothing if they are watched.
+
+    Args:
+        model: a sharded model.
+        in_buckets: whether its gradients are averaged in buckets, as `takes_buckets` says.
 
     Raises:
         ConfigError: an embedding of the model computes sparse gradients.
@@ -105,7 +105,7 @@ def watch_units(model: nn.Module) -> None:
             _global_optimizer_pre_hooks.move_to_end(handle.id, last=False)  # sees the program's closure itself
         follow_parameters(group for _, group in units)
         follow_outputs(model)
-        _watches.append(ref(UnitTrace(units, balanced_parts(model))))
+        _watches.append(ref(UnitTrace(units, balanced_parts(model), in_buckets=in_buckets)))
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
@@ -276,13 +276,18 @@ class UnitTrace:
     """Records the collectives of a sharded model's units on one rank, and compares them between ranks."""
 
     def __init__(
-        self, units: Sequence[tuple[str, Any]], balanced: Sequence[tuple[nn.Module, Sequence[nn.Module]]]
+        self,
+        units: Sequence[tuple[str, Any]],
+        balanced: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
+        *,
+        in_buckets: bool = False,
     ) -> None:
         """Start watching units.
 
         Args:
             units: module name and FSDP2 parameter group of each, in the same order on all ranks.
             balanced: each language model with its routers whose biases move, likewise.
+            in_buckets: see `watch_units`.
         """
         self.trace = array("I")
         """Events of the step in order: 2 * index of the unit for a gather, 2 * index + 1 for a reduce."""
@@ -295,7 +300,7 @@ class UnitTrace:
         self._shortened = b""
         """Digest of the events before `trace`, which were too many."""
         self._names = [name or "the root" for name, _ in units]
-        self._units = [_Unit(self, index, group) for index, (_, group) in enumerate(units)]
+        self._units = [_Unit(self, index, group, in_buckets=in_buckets) for index, (_, group) in enumerate(units)]
         self._parameters = [parameter for unit in self._units for parameter in unit.parameters]
         self._trained = self._parameters[0]
         """A parameter that was not frozen when this was last looked at."""
@@ -399,8 +404,8 @@ class UnitTrace:
             names = [parameter.name for parameter, use in zip(self._parameters, uses, strict=True) if use == worst]
             self.forget()
             if worst == _WRITTEN:
-                raise GatheredParametersWritten(_written_message(names))
-            raise ConfigError(_gradient_message(names, worst))
+                raise GatheredParametersWritten(written_message(names))
+            raise ConfigError(gradient_message(names, is_hooked=worst == _HOOKED, is_sparse=worst == _SPARSE))
         if _UNUSED in uses:
             for parameter, use in zip(self._parameters, uses, strict=True):
                 if use == _UNUSED:
@@ -471,7 +476,7 @@ class UnitTrace:
     def _evaluation_message(self, trace: GatherTrace) -> str:
         ranks, traces = trace.of_all_ranks()
         self.without_gradients.clear()
-        return _evaluation_message(ranks, traces, self._names)
+        return evaluation_message(ranks, traces, self._names)
 
     def holds_any(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether any of `parameters` is a shard of a watched unit."""
@@ -487,9 +492,9 @@ class UnitTrace:
         old_others = [other.name] if other is not None and other.begin_update() else []
         old = [each.name for each in of_optimizer if each.begin_update()]
         if self.keeps_no_gradients and (old or old_others):
-            raise LoopError(f"{_old_gradients_message(old + old_others)} {_OF_REPLACEMENTS}")
+            raise LoopError(f"{old_gradients_message(old + old_others)} {OF_REPLACEMENTS}")
         if old and not old_others:
-            raise LoopError(f"{_old_gradients_message(old)} {_SUM_YOURSELF}")
+            raise LoopError(f"{old_gradients_message(old)} {SUM_YOURSELF}")
 
     def reshard(self, shards: Container[int] | None = None) -> None:
         """Reshard the units that are gathered: all, or those whose shards are among `shards`, by `id`."""
@@ -517,7 +522,7 @@ class UnitTrace:
         dist.all_gather_object(found, (earlier, self.trace.tolist()))
         self.forget()
         earlier = next((each for each, _ in found if each), "")
-        raise UnitsDiffer(earlier or _step_message([trace for _, trace in found], self._names))
+        raise UnitsDiffer(earlier or step_message([trace for _, trace in found], self._names))
 
 
 class _Balanced:
@@ -540,13 +545,15 @@ class _Balanced:
 class _Parameter:
     """A parameter of a unit, and whether this rank has computed a gradient for it in this step."""
 
-    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_used", "is_used_now", "problem", "whole")
+    __slots__ = ("_of_fsdp", "_was_filled", "_was_zero", "is_given", "is_used", "is_used_now", "problem", "whole")
 
     def __init__(self, of_fsdp: Any, whole: GatheredParameter) -> None:
         self._of_fsdp, self.whole = of_fsdp, whole
         self.is_used = self._was_filled = False
         self.is_used_now = False
         """Whether a backward since ranks were compared last has computed a gradient; `is_used` may be older."""
+        self.is_given = False
+        """Whether the gradient that backward has computed is in a bucket; see `replica_buckets.py`."""
         self.problem = _UNUSED
         """What is wrong with its gradient in this step, as a value of `use`: see [Note: what a gradient must be]."""
         self._was_zero: torch.Tensor | None = None
@@ -656,15 +663,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Unit:
-    """Wraps four methods of one FSDP2 parameter group."""
+    """Wraps methods of one FSDP2 parameter group."""
 
-    def __init__(self, watch: UnitTrace, index: int, group: Any) -> None:
+    def __init__(self, watch: UnitTrace, index: int, group: Any, *, in_buckets: bool) -> None:
         self.watch, self._index, self._group = watch, index, group
         followed = followed_parameters(group)
         self.parameters = [_Parameter(each, whole) for each, whole in zip(group.fsdp_params, followed, strict=True)]
         self.is_active = False
         """Whether the unit ran in a forward whose backward has not ended."""
         self._overlapped = OverlappedReduction(group)
+        self._buckets = GradientBuckets(group, self.parameters) if in_buckets else None
         if shard_size(group) == 1:
             gather_in_place(group)
         self._pre_forward, self._unshard = group.pre_forward, group.unshard
@@ -676,6 +684,11 @@ class _Unit:
             post_backward=self._reduce,
             finalize_backward=self._end,
         )
+        if self._buckets is not None:
+            vars(group).update(
+                pre_backward=partial(self._begin_backward, self._buckets, group.pre_backward),
+                post_backward=partial(self._reduce_in_buckets, self._buckets),
+            )
 
     @property
     def is_gathered(self) -> bool:
@@ -690,8 +703,13 @@ class _Unit:
             self.is_active
             and group.reduce_grads
             and group.is_unsharded
-            and any(each.is_trained and each.has_gradient for each in self.parameters)
+            and (self._has_given or any(each.is_trained and each.has_gradient for each in self.parameters))
         )
+
+    @property
+    def _has_given(self) -> bool:
+        """Whether gradients of gathered parameters have gone into buckets that are yet to arrive."""
+        return self._buckets is not None and self._buckets.has_any
 
     @property
     def stays_gathered(self) -> bool:
@@ -711,13 +729,16 @@ class _Unit:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self.is_active = True
-        return self._pre_forward(*args, **kwargs)
+        result = self._pre_forward(*args, **kwargs)
+        if self._buckets is not None and torch.is_grad_enabled():
+            self._buckets.follow()
+        return result
 
     def _gather(self, *args: Any, **kwargs: Any) -> Any:
         group = self._group
         is_in_backward = group._training_state.name == "PRE_BACKWARD"
         if is_in_backward and torch.is_grad_enabled():  # as only in a backward with create_graph=True
-            raise ConfigError(_SECOND_DERIVATIVES)
+            raise ConfigError(SECOND_DERIVATIVES)
         is_left_out = is_in_backward and not group.unshard_in_backward
         has_no_shards = group.is_unsharded or group._all_gather_result is not None or shard_size(group) == 1
         if is_left_out or has_no_shards:
@@ -729,21 +750,42 @@ class _Unit:
         return self._unshard(*args, **kwargs)
 
     def _reduce(self, *args: Any) -> Any:
-        group = self._group
-        if group.reduce_grads:
-            trained = [parameter for parameter in self.parameters if parameter.is_trained]
-            is_partial = group._partial_reduce_output is not None
-            # A partial result of an earlier micro-step is not yet all-reduced over replicas; this is the last chance.
-            is_due = is_partial and group.all_reduce_grads
-            if trained and (self.is_active or is_due or any(parameter.has_gradient for parameter in trained)):
-                for parameter in trained:
-                    parameter.note(begins=not is_partial)
-                if any(parameter.is_accumulated for parameter in trained):
-                    for parameter in trained:
-                        parameter.accumulate()  # FSDP2 reduces gradients of one type together
-                self.watch.note(2 * self._index + 1)
+        self._note_reduction()
         with self._overlapped.reduction():
             return self._post_backward(*args)
+
+    @staticmethod
+    def _begin_backward(buckets: GradientBuckets, of_torch: Callable[..., Any], *args: Any) -> Any:
+        buckets.begin_backward()
+        return of_torch(*args)
+
+    def _reduce_in_buckets(self, buckets: GradientBuckets, *args: Any) -> Any:
+        if self._note_reduction() or buckets.has_any:
+            buckets.end_backward()
+        result = self._post_backward(*args)  # of what is left; see `replica_buckets.py`
+        buckets.set_gradients()
+        return result
+
+    def _note_reduction(self) -> bool:
+        """Prepare for the reduction of the gradients that backward has computed; return whether there is one."""
+        group, has_given = self._group, self._has_given
+        if not group.reduce_grads:
+            return False
+        trained = [parameter for parameter in self.parameters if parameter.is_trained]
+        is_partial = group._partial_reduce_output is not None
+        # A partial result of an earlier micro-step is not yet all-reduced over replicas; this is the last chance.
+        is_due = is_partial and group.all_reduce_grads
+        is_used = self.is_active or is_due or has_given
+        if not trained or not (is_used or any(parameter.has_gradient for parameter in trained)):
+            return False
+        for parameter in trained:
+            if not parameter.is_given:
+                parameter.note(begins=not is_partial)
+        if any(parameter.is_accumulated for parameter in trained):
+            for parameter in trained:
+                parameter.accumulate()  # FSDP2 reduces gradients of one type together
+        self.watch.note(2 * self._index + 1)
+        return True
 
     def wait(self) -> None:
         """Wait for all-reduces that backward has not waited for."""
@@ -753,6 +795,8 @@ class _Unit:
         """Forget a forward, or a backward, that has not ended."""
         self.is_active = False
         self._overlapped.forget()
+        if self._buckets is not None:
+            self._buckets.forget()
 
     def _end(self) -> Any:
         self.is_active = False
@@ -805,89 +849,3 @@ def parameters_by_id(model: nn.Module) -> dict[int, tuple[nn.Parameter, str]]:
         if name is not None:
             found |= {id(each): (each, name) for each in both}
     return found
-
-
-def _first_difference(ranks: Sequence[int], traces: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[int, str]:
-    """Return the number of the first collective in which two ranks differ, from 1, and what each of them does there."""
-
-    def told(event: int | None) -> str:
-        if event is None:
-            return "does nothing more"
-        if event // 2 == len(names):
-            return "ends its step"
-        return f"{'reduces' if event % 2 else 'gathers'} {names[event // 2]}"
-
-    other = next(index for index, trace in enumerate(traces) if list(trace) != list(traces[0]))
-    pairs = list(zip_longest(traces[0], traces[other]))
-    at = next(index for index, (here, there) in enumerate(pairs) if here != there)
-    here, there = pairs[at]
-    return at + 1, f"rank {ranks[0]} {told(here)}, but rank {ranks[other]} {told(there)}"
-
-
-def _step_message(traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Return a message that tells where the sequences of two ranks diverge in a step, and what to do about it."""
-    number, told = _first_difference(range(len(traces)), traces, names)
-    return (
-        f"ranks ran different modules in this step: at its collective number {number}, {told}. Each of them is a unit "
-        "that all ranks must run together, in the same order, so this step's gradients are invalid; nothing has been "
-        f"updated. {_WHAT_TO_DO}"
-    )
-
-
-def _evaluation_message(ranks: Sequence[int], traces: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """Return the same for a sequence of gathers without gradients."""
-    number, told = _first_difference(ranks, traces, names)
-    return (
-        f"ranks ran different modules where no gradients are computed, as in an evaluation: at gather number {number} "
-        f"since they last compared, {told}. Each of them is a unit that all ranks must run together, in the same "
-        f"order, so what was computed there is invalid. {_WHAT_TO_DO}"
-    )
-
-
-def _written_message(names: Sequence[str]) -> str:
-    return (
-        f"the program wrote to parameters while they were gathered, in forward or training_step: {format_list(names)}. "
-        "That changes one step's copy, which is dropped when they are sharded again, or with one rank a shard the "
-        "parameters of one replica; so this step is not committed, and the optimizer has not stepped. Write to "
-        "parameters where each rank sees its shards: in on_train_batch_start or on_train_batch_end, or between the "
-        "steps of a hand-written loop. Instead of nn.Embedding(max_norm=...), normalize the rows that a forward "
-        "returns, and initialize parameters before training instead of in a forward."
-    )
-
-
-_SECOND_DERIVATIVES = (
-    "a backward with create_graph=True, as for a gradient penalty, ran through a module whose parameters are gathered "
-    "only while it computes: they are freed before the second derivatives are computed. Within the forward of the "
-    "whole model, such as Lightning's training_step, parameters outside of blocks stay gathered: compute the gradients "
-    "of the penalty there, with torch.autograd.grad. For modules that are gathered block by block, use differences "
-    "such as model(x + step) - model(x) instead."
-)
-
-
-def _gradient_message(names: Sequence[str], problem: int) -> str:
-    if problem == _HOOKED:
-        return f"a gradient hook is registered on {format_list(names)}. {HOOK_ADVICE} Nothing has been updated."
-    if problem == _SPARSE:
-        return f"the gradient of {format_list(names)} is sparse. {SPARSE_ADVICE} Nothing has been updated."
-    return f"the gradient of {format_list(names)} has a graph. {_SECOND_DERIVATIVES} Nothing has been updated."
-
-
-def _old_gradients_message(names: Sequence[str]) -> str:
-    return (
-        f"backward has added to gradients on which the optimizer has stepped before: of {format_list(names)}. They "
-        "were not dropped in between, or only with model.zero_grad() between forward and backward, when a module holds "
-        "gathered parameters and not those with the gradients. Call optimizer.zero_grad() in each step, anywhere "
-        "before backward."
-    )
-
-
-_SUM_YOURSELF = (
-    "If gradients are to be added up over optimizer steps, keep the sum yourself, as here it looks the same as this "
-    "mistake: total.add_(parameter.grad) after backward, with a total made by torch.zeros_like(parameter), then "
-    "parameter.grad = total.clone() before the optimizer's step, and optimizer.zero_grad() after it."
-)
-_OF_REPLACEMENTS = (
-    "If they are to be added up over optimizer steps: a process that replaces a lost one would not have them. Keep the "
-    "sum in frozen parameters of the model instead, add to it before the optimizer's step, and let gradients be copies "
-    "of it there; or train without recovery (Lightning: CheckpointlessRecovery(enabled=False))."
-)

@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from hyperpod_plugins.lightning import CheckpointlessRecovery, HyperPodStrategy
 from hyperpod_plugins.lightning.accumulation_window import AccumulationWindow
 from hyperpod_plugins.memory import offload
+from hyperpod_plugins.parallel import replica_buckets
 from hyperpod_plugins.parallel.host_optimizer import HostMemory, _options_of
 from hyperpod_plugins.precision.float8 import conversions_of
 from hyperpod_plugins.recovery import StepTransaction, TrainingState, undo
@@ -129,6 +130,12 @@ class Module(pl.LightningModule):
         self.losses = Losses()
         self.net = Net()
         self.mean, self.val_mean = Mean(), Mean()
+        self.net.layers[0].register_forward_hook(self.watch_backward)
+
+    def watch_backward(self, layer, inputs, output):
+        """What comes after this layer has its gradients when backward comes back to it."""
+        if output.requires_grad:
+            output.register_hook(lambda _: faults.at("within backward", self.global_step))
 
     def loss(self, tokens):
         logits = self.net(tokens[:, :-1])
@@ -377,6 +384,7 @@ def main():
         rank_local_state=os.environ.get("LOCAL", "exact"),
     )
     accumulate = option("ACCUMULATE", 1)
+    replica_buckets.BUCKET_BYTES = option("BUCKET_BYTES", replica_buckets.BUCKET_BYTES)
     saves = {"filename": "{step}", "every_n_train_steps": 6, "save_top_k": -1} | json.loads(option("SAVES", "{}"))
     checkpoints = pl.callbacks.ModelCheckpoint(faults.folder / "checkpoints", **saves)
     early = pl.callbacks.EarlyStopping("val", patience=option("PATIENCE", 100))

@@ -128,6 +128,15 @@ ACCUMULATED = [
 ]
 ACCUMULATED_OPTIONS = {"ACCUMULATE": "4", "VALIDATE_EVERY": "4", "STEPS": "8", "VALIDATE_AFTER": "1"}
 
+IN_BUCKETS = [  # replicas of one rank, whose gradients are averaged while backward goes on
+    ["within backward", 1, 1, "kill"],  # some buckets have been sent, others have not
+    ["forward", 2, 3, "raise"],
+    ["within backward", 3, 2, "raise"],
+    ["vote", 4, 0, "kill"],
+    ["backward", 5, 2, "kill"],
+]
+IN_BUCKETS_OPTIONS = {"LAYOUT": "replicas", "STEPS": "8", "ACCUMULATE": "2", "BUCKET_BYTES": "1000"}
+
 pytestmark = pytest.mark.spawns
 
 
@@ -330,6 +339,12 @@ def test_windows_of_micro_steps_and_a_validation_after_the_fit(run):
     means = [[line["metrics"].get("drawn") for line in job.records("metrics")[3]] for job in (found, wanted)]
     assert means[0] == means[1]  # of what hooks logged between micro-steps, which rank 3 has run again without them
     assert any(means[0])
+
+
+def test_replicas_killed_while_their_gradients_are_averaged_in_buckets(run):
+    found, wanted = run("buckets_disturbed", IN_BUCKETS, **IN_BUCKETS_OPTIONS), run("buckets", **IN_BUCKETS_OPTIONS)
+    assert_equal(found, wanted)
+    assert_logged_once(found, wanted, IN_BUCKETS)
 
 
 def test_a_fit_that_is_asked_to_stop_between_micro_steps(run):
