@@ -3,7 +3,7 @@
 import os
 import re
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +220,11 @@ def config_path(environ: Mapping[str, str] = os.environ) -> str | None:
 def accelerate_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that `accelerate launch` sets for Accelerate's own plugins."""
     return {name: value for name, value in environ.items() if name.startswith(_OF_ACCELERATE)}
+
+
+def choose_cpu(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have Accelerate use no GPU in this process, as `accelerate launch --cpu` does."""
+    environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -37,6 +37,7 @@ from hyperpod_plugins.accelerate.process_state import (
     join,
     set_process_state,
     update_process_state,
+    use_cpu,
     uses_cpu,
 )
 from hyperpod_plugins.accelerate.spec import AcceleratorSpec, HyperPodParallelism, LoaderMesh
@@ -57,7 +58,7 @@ from hyperpod_plugins.parallel.hsdp import without_replica_sync
 from hyperpod_plugins.parallel.local_optimizer import check_no_required_closure
 from hyperpod_plugins.recovery.optimizer_copy import parameters_of
 
-_OF_THE_PLUGIN = ("cpu", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
+_OF_THE_PLUGIN = ("fsdp_plugin", "parallelism_config", "torch_tp_plugin")
 _OF_OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "dynamo_plugin", "dynamo_backend")
 
 
@@ -378,10 +379,14 @@ def _checked(options: dict[str, Any]) -> list[Any]:
     Raises:
         ConfigError: an argument is one that the plugin creates itself, or belongs to another engine.
     """
+    if str(options.get("dynamo_backend", "")).rpartition(".")[2].lower() == "no":
+        del options["dynamo_backend"]
     for name in (*_OF_THE_PLUGIN, *_OF_OTHERS):
         if options.get(name) is not None:
             what = "the plugin makes it" if name in _OF_THE_PLUGIN else "this plugin trains with FSDP2 and eager torch"
             raise ConfigError(f"accelerator({name}=...) cannot be given: {what}. Use an argument of HyperPodPlugin.")
+    if options.pop("cpu", None):
+        use_cpu()
     return list(options.pop("kwargs_handlers", None) or [])
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hyperpod_plugins.accelerate.compat import AcceleratorState, DistributedType, PartialState
 from hyperpod_plugins.comm import CommOptions, join_world
 from hyperpod_plugins.comm.groups import has_joined
-from hyperpod_plugins.env import WorkerEnv, accelerate_variables
+from hyperpod_plugins.env import WorkerEnv, accelerate_variables, choose_cpu
 from hyperpod_plugins.errors import ConfigError
 from hyperpod_plugins.parallel import Topology
 
@@ -59,6 +59,22 @@ def uses_cpu() -> bool:
     """Whether training runs on CPU: there is no GPU, or `accelerate launch` was told not to use GPUs."""
     asked = accelerate_variables().get("ACCELERATE_USE_CPU", "false").lower()
     return asked in ("true", "1", "yes") or not torch.cuda.is_available()
+
+
+def use_cpu() -> None:
+    """Train on CPU also where there are GPUs, as `accelerate launch --cpu` does.
+
+    Raises:
+        ConfigError: this process has joined its group for a GPU.
+    """
+    if uses_cpu():
+        return
+    if has_joined():
+        raise ConfigError(
+            "accelerator(cpu=True) comes too late: this process has joined its process group with a GPU, as a Session "
+            "does. Set ACCELERATE_USE_CPU=true before the program starts, or use `accelerate launch --cpu`."
+        )
+    choose_cpu()
 
 
 def join(comm: CommOptions, timeout_s: float) -> None:

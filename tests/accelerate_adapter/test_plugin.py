@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from hyperpod_plugins.accelerate import HyperPodPlugin
+from hyperpod_plugins.accelerate import HyperPodPlugin, process_state
 from hyperpod_plugins.comm import CommOptions
 from hyperpod_plugins.errors import ConfigError, DegreeError, MissingExtraError, UnknownKeyError
 from hyperpod_plugins.parallel import ParallelConfig
@@ -67,7 +67,7 @@ def test_a_preset_is_read_by_other_launchers_too(monkeypatch):
         ({"config": "absent.yaml"}, ConfigError, "absent.yaml"),
         ({"config": "absent.json"}, ConfigError, "absent.json"),
         ({"timeout_s": 0}, ConfigError, "timeout_s"),
-        ({"fp8": "te", "tensor_parallel_degree": 2}, ConfigError, "te-fp8"),
+        ({"fp8": "te", "mlp_tiles": 2}, ConfigError, "te-fp8"),
         ({"activation_checkpointing": "some"}, ConfigError, "activation_checkpointing must be one of none, selective"),
         ({"fp8": "te", "precision": "bf16-true"}, ConfigError, "bf16-true"),
     ],
@@ -278,7 +278,6 @@ def test_the_handler_of_transformer_engine_is_served_or_refused_by_name(monkeypa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"cpu": True}, "cpu="),
         ({"fsdp_plugin": object()}, "fsdp_plugin"),
         ({"dynamo_backend": "inductor"}, "dynamo_backend"),
         ({"mixed_precision": "fp16"}, "fp16"),
@@ -288,6 +287,18 @@ def test_arguments_that_contradict_the_plugin(options, told):
     with pytest.raises(ConfigError, match=told):
         HyperPodPlugin().accelerator(**options)
     assert not dist.is_initialized()
+
+
+def test_a_program_that_asks_for_the_cpu_gets_it_where_there_are_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert not process_state.uses_cpu()
+    process_state.use_cpu()
+    assert process_state.uses_cpu()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setattr(process_state, "has_joined", lambda: True)  # as in a Session, for a GPU
+    with pytest.raises(ConfigError, match="comes too late"):
+        process_state.use_cpu()
 
 
 def test_precisions_that_contradict_each_other():
@@ -343,9 +354,9 @@ def in_one_process():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = HyperPodPlugin(comm=CommOptions(transport="gloo")).accelerator(
-        mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)]
+        cpu=True, mixed_precision="bf16", dynamo_backend="no", kwargs_handlers=[AutocastKwargs(cache_enabled=False)]
     )
-    again = HyperPodPlugin().accelerator(mixed_precision="bf16")
+    again = HyperPodPlugin().accelerator(cpu=False, mixed_precision="bf16")
     seen["state"] = [accelerator.distributed_type.name, accelerator.mixed_precision, again.is_fsdp2]
     seen["group"] = [dist.get_backend(), dist.get_world_size(), accelerator.num_processes, str(accelerator.device)]
     seen["options"] = dist.group.WORLD.options.transport
