@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hyperpod_plugins.checkpoint_names import checkpoint_at
 from hyperpod_plugins.comm.groups import default_group
-from hyperpod_plugins.errors import ConfigError, PeerLost
+from hyperpod_plugins.errors import ConfigError, HyperPodError, PeerLost
+from hyperpod_plugins.ledger import TimeCategory, ledger
 from hyperpod_plugins.lightning.compat import LightningModule
 from hyperpod_plugins.lightning.trainer_state import sharded_parts
 from hyperpod_plugins.lightning.weight_averaging import CallbackAverage
@@ -21,7 +23,14 @@ from hyperpod_plugins.parallel import CheckpointWriter, load_checkpoint
 from hyperpod_plugins.parallel.checkpoint.files import raise_on_all_ranks
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector, load_rank_state, saved_ranks
 from hyperpod_plugins.parallel.checkpoint.save_load import has_tensor
-from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, write_single_file
+from hyperpod_plugins.parallel.checkpoint.single_file import (
+    begin_replacing,
+    remove_notes,
+    shards_path,
+    with_shards,
+    write_missing_files,
+    write_single_file,
+)
 from hyperpod_plugins.parallel.checkpoint.state import NUM_AVERAGED, StateParts
 from hyperpod_plugins.recovery import SavedCheckpoints
 from hyperpod_plugins.recovery.packing import are_same
@@ -41,8 +50,7 @@ class TrainerCheckpoints:
             are_trusted: unpickle Python objects of a checkpoint, which can run arbitrary code.
             are_files: write each of the program's checkpoints as one file, too; see `single_file`.
         """
-        self._in_background, self.are_files = in_background, are_files
-        """`are_files`: whether the next ones are written as files, too."""
+        self._in_background, self._are_files = in_background, are_files
         self._are_trusted = are_trusted
         self._writer: CheckpointWriter | None = None
         self.group: dist.ProcessGroup | None = None
@@ -60,10 +68,11 @@ class TrainerCheckpoints:
         average: CallbackAverage | None,
         rank_state: Mapping[int, Any],
         storage_options: object,
+        may_be_file: bool = True,
     ) -> None:
         """Write Lightning's checkpoint as the folder `path`: tensors sharded, everything else unchanged.
 
-        If checkpoints are files, `path` is the file, and the folder is beside it.
+        If checkpoints are files, `path` is the file, and the folder is beside it; not if only this package reads it.
 
         With an `average`, the averaged weights are the checkpoint's model tensors, as in Lightning's own checkpoints.
         `rank_state` maps this rank to its rank-local state, which is written for each rank if ranks differ.
@@ -84,7 +93,10 @@ class TrainerCheckpoints:
         if average is not None:
             state, beside = average.saved_as(state)
         has_optimizers = checkpoint.pop("optimizer_states", None) is not None
-        folder = shards_path(Path(path)) if self.are_files else Path(path)
+        is_file, folder = self._are_files and may_be_file, Path(path)
+        if is_file:
+            folder = shards_path(folder)
+            self._writer.when_written_by_first(f"{path} was not written", partial(begin_replacing, Path(path)))
         self._writer.save(
             folder,
             model=module,
@@ -98,15 +110,23 @@ class TrainerCheckpoints:
         saved = self.saved
         if saved is not None and has_optimizers:
             self._writer.when_written(partial(saved.add, str(folder.absolute()), checkpoint["global_step"]))
-        if self.are_files:
+        if is_file:
             self._write_file(folder, Path(path))
 
+    @ledger.phase(TimeCategory.CHECKPOINT_SAVE)
     def _write_file(self, folder: Path, file: Path) -> None:
         """Write the checkpoint that is being written to a folder as one file, too."""
         assert self._writer is not None
+
+        def write() -> None:
+            write_single_file(folder, file, is_trusted=self._are_trusted)
+            try:
+                write_missing_files(file, is_trusted=self._are_trusted)
+            except (HyperPodError, OSError) as error:
+                warnings.warn(f"an earlier checkpoint beside {file} has no file yet: {error}", stacklevel=2)
+
         failure = f"the file {file} was not written, though its checkpoint is complete as {folder}"
-        write = partial(write_single_file, folder, file, weights_only=not self._are_trusted)
-        self._writer.when_written_on_all(failure, write)
+        self._writer.when_written_by_first(failure, write)
 
     def save_parts(
         self,
@@ -117,7 +137,7 @@ class TrainerCheckpoints:
         module: LightningModule,
         rank_state: Mapping[int, Any],
     ) -> None:
-        """Write a checkpoint from parts of an earlier state, with the checkpoint data of the same step; see `save`.
+        """Write a checkpoint from parts of an earlier state, with the checkpoint data of the same step, as a folder.
 
         `rank_state` has the rank-local states of the ranks that the parts belong to.
 
@@ -128,10 +148,7 @@ class TrainerCheckpoints:
             self._writer = CheckpointWriter(self.group)
         self._forget_interrupted()
         extra = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        folder = shards_path(Path(path)) if self.are_files else Path(path)
-        self._writer.save_parts(folder, parts, model=module, extra=extra, rank_state=rank_state)
-        if self.are_files:
-            self._write_file(folder, Path(path))
+        self._writer.save_parts(path, parts, model=module, extra=extra, rank_state=rank_state)
 
     def _forget_interrupted(self) -> None:
         """Drop a background save that lost a peer: the job has been repaired since then, but the save has not."""
@@ -140,6 +157,11 @@ class TrainerCheckpoints:
             self._writer.wait()
         except PeerLost as error:
             warnings.warn(f"a checkpoint was not written: {error} The next one is not affected.", stacklevel=2)
+
+    def at(self, path_or_url: str | PathLike[str]) -> str:
+        """Where the checkpoint lies that is given by its path or URL, once a pending save is complete."""
+        self.wait()
+        return str(with_shards(checkpoint_at(path_or_url)))
 
     def load(
         self,
@@ -229,6 +251,8 @@ class TrainerCheckpoints:
         def remove_all() -> None:
             for each in paths:
                 remove(each)
+            if len(paths) > 1:
+                remove_notes(Path(path))
 
         if self._writer is None:
             remove_all()
@@ -238,13 +262,15 @@ class TrainerCheckpoints:
     @contextmanager
     def not_of_program(self) -> Generator[None]:
         """Context in which a folder is written that is no checkpoint of the program; at its end, it is complete."""
-        before = self.saved, self.are_files
-        self.saved, self.are_files = None, False
+        before = self.saved, self._are_files
+        self.saved, self._are_files = None, False
         try:
-            yield
+            try:
+                yield
+            finally:
+                self.close()
         finally:
-            self.close()
-            self.saved, self.are_files = before
+            self.saved, self._are_files = before
 
     def wait(self) -> None:
         """Wait for a checkpoint that is still being written."""

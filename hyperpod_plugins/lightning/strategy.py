@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from hyperpod_plugins.checkpoint_names import checkpoint_at
 from hyperpod_plugins.comm import CommOptions, group_health, register
 from hyperpod_plugins.data import StatefulLoader
 from hyperpod_plugins.delayed_init import delayed_init, tapes_of
@@ -78,7 +77,6 @@ from hyperpod_plugins.parallel import (
 )
 from hyperpod_plugins.parallel.adopted_model import is_sharded_by_program
 from hyperpod_plugins.parallel.checkpoint.rank_state import RankStateSelector
-from hyperpod_plugins.parallel.checkpoint.single_file import with_shards
 from hyperpod_plugins.parallel.checkpoint.state import StateParts, model_tensors
 from hyperpod_plugins.parallel.elementwise import is_elementwise
 from hyperpod_plugins.parallel.finite import FiniteCheck, NonFinitePolicy, RankFiniteCheck
@@ -679,7 +677,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._recovery.fit.note_save(str(filepath), str(path))
         self._write(checkpoint, path, storage_options)
 
-    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None, **form: bool) -> None:
         self._checkpoints.save(
             path,
             checkpoint,
@@ -688,6 +686,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             average=self._average,
             rank_state={self.global_rank: self._rank_local_part(checkpoint)},
             storage_options=storage_options,
+            **form,
         )
 
     def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -719,10 +718,9 @@ class HyperPodStrategy(ModelParallelStrategy):
         Returns:
             The path.
         """
-        trainer, folder = self._trainer, self.checkpoint_root
-        if path in ("", RESHARD):
+        trainer, folder, is_of_program = self._trainer, self.checkpoint_root, path not in ("", RESHARD)
+        if not is_of_program:
             label = "reshard" if path else "emergency"
-            self._checkpoints.are_files = False  # this process will write no other checkpoint
             for logger in trainer.loggers:
                 logger.save()  # this process will not do so later
             path = str((folder / f"{label}-step={checkpoint['global_step']}.ckpt").absolute())
@@ -737,7 +735,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         tensors: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         if "lr_schedulers" in checkpoint:  # it is not for weights only
             tensors["optimizer_states"] = [{} for _ in self.optimizers]
-        self._write({**checkpoint, **tensors}, path)
+        self._write({**checkpoint, **tensors}, path, may_be_file=is_of_program)
         self._checkpoints.wait()
         return path
 
@@ -765,7 +763,7 @@ class HyperPodStrategy(ModelParallelStrategy):
         """
         if self._recovery.fit.is_active and checkpoint_path == STATE_OF_PEERS:
             return self._recovery.fit.state_of_peers()
-        here = str(with_shards(checkpoint_at(checkpoint_path)))
+        here = self._checkpoints.at(checkpoint_path)
         path = Path(here if entries.is_skipping else self.broadcast(here))
         is_fit = self._trainer.state.fn == TrainerFn.FITTING  # after a fit, optimizers still exist
         if path.is_file():
@@ -773,8 +771,8 @@ class HyperPodStrategy(ModelParallelStrategy):
             if self._average is not None and is_fit:
                 if "current_model_state" in loaded:
                     raise ConfigError(
-                        f"{path} is a file that another strategy wrote with weights averaged by WeightAveraging. "
-                        "With that callback, HyperPodStrategy can only resume from folders that it wrote itself. "
+                        f"{path} is a single file with weights averaged by WeightAveraging. With that callback, "
+                        "HyperPodStrategy can only resume from the folders that it writes. "
                         "Leave the callback out to train from the averaged weights."
                     )
                 self._average.swap_loaded(self._module, is_averaged=False)

@@ -173,8 +173,9 @@ class Member:
         self.wants_resize = False
         """Whether the next world is ready to take over, as far as this process knows."""
         self.stopped_s = 0.0
-        """When this process stopped for the end of its generation, by its wall clock."""
-        self._stopped_in = NO_STATE
+        """When this process stopped for the end of its generation, by its wall clock; 0 before it first did."""
+        self._stopped_in = -1
+        """That generation."""
         survivors = Survivors(self.job_store, patience_s=self._patience_s, outside_s=hangs.outside_s)
         self._stop_reports = StopReports(
             self.job_store,

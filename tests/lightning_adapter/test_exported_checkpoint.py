@@ -2,20 +2,26 @@
 
 import os
 import shutil
+import time
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from device import ACCELERATOR
 from harness import run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hyperpod_plugins.errors import CheckpointError
 from hyperpod_plugins.lightning import HyperPodStrategy
+from hyperpod_plugins.parallel import CheckpointWriter
 from hyperpod_plugins.parallel.checkpoint.export import export_checkpoint
-from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, with_shards
+from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, with_shards, write_single_file
+from hyperpod_plugins.recovery.protocols import RESHARD
 
 EPOCH = 8
 
@@ -177,21 +183,116 @@ def test_a_trainer_s_checkpoints_are_files(tmp_path, in_background):
         torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
 
-def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_with_it(tmp_path):
-    strategy = HyperPodStrategy(save_distributed_checkpoint=False)
-    fit_with_files(tmp_path, 2, strategy=strategy)
-    file = tmp_path / "kept" / "step=2.ckpt"
+@pytest.fixture
+def one_rank(tmp_path):
+    """A Trainer of one process that has trained two steps, with its checkpoint as a file."""
+    trainer, _, _ = fit_with_files(tmp_path, 2, strategy=HyperPodStrategy(save_distributed_checkpoint=False))
+    return trainer, tmp_path / "kept" / "step=2.ckpt"
+
+
+def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_with_it(one_rank):
+    _, file = one_rank
     folder = shards_path(file)
-    assert with_shards(file) == with_shards(tmp_path / "kept" / "last.ckpt") == folder
+    assert with_shards(file) == with_shards(file.with_name("last.ckpt")) == folder
     content = file.read_bytes()
     torch.save(torch.load(file, weights_only=True) | {"global_step": 3}, file)
     assert with_shards(file) == file
     file.write_bytes(content)
     assert with_shards(file) == folder
+    folder.chmod(0o775)  # others may have put it there
+    assert with_shards(file) == file
+    folder.chmod(0o755)
+    for damaged in (b"not an archive", content[: len(content) // 2], b""):
+        file.write_bytes(damaged)
+        assert with_shards(file) == file
     file.unlink()
     assert with_shards(file) == folder  # the process was lost before it could write the file
-    file.write_text("no archive")
+    file.with_name(".step=2.ckpt.old").mkdir()  # what an interrupted save of a folder leaves
     assert with_shards(file) == file
-    (folder / "file.json").unlink()
-    file.write_bytes(content)
-    assert with_shards(file) == file  # an older file: the process was lost before it could replace it
+
+
+def test_a_process_that_is_lost_between_folder_and_file(one_rank, monkeypatch):
+    trainer, file = one_rank
+    before = file.read_bytes()
+
+    def lost(*args, **kwargs):
+        raise SystemExit
+
+    trainer.lightning_module.net[0].weight.data.add_(1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("hyperpod_plugins.lightning.checkpoint_io.write_single_file", lost)
+        with pytest.raises(SystemExit):
+            trainer.save_checkpoint(file)
+    assert file.read_bytes() == before
+    assert with_shards(file) == shards_path(file)  # the newer one
+    other = file.with_name("other.ckpt")
+    trainer.save_checkpoint(other)
+    assert file.read_bytes() != before  # what was missing is written with the next one
+    weights = [torch.load(each, weights_only=True)["state_dict"]["net.0.weight"] for each in (file, other)]
+    assert torch.equal(*weights)
+    trainer.strategy.remove_checkpoint(file)
+    trainer.strategy.remove_checkpoint(other)
+    assert {each.name for each in file.parent.iterdir()} == {"last.ckpt"}
+
+
+def test_checkpoints_for_a_restart_stay_folders_and_later_ones_are_files(one_rank):
+    trainer, file = one_rank
+    strategy = trainer.strategy
+    saved = strategy._save_for_recovery(trainer._checkpoint_connector.dump_checkpoint(), RESHARD, False)
+    assert Path(saved).is_dir()
+    with strategy._checkpoints.not_of_program():
+        trainer.save_checkpoint(file.with_name("internal"))
+    assert file.with_name("internal").is_dir()
+    trainer.save_checkpoint(file.with_name("later.ckpt"))
+    assert file.with_name("later.ckpt").is_file()
+
+
+def test_a_checkpoint_that_is_being_written_is_complete_before_it_is_read(one_rank, monkeypatch):
+    trainer, file = one_rank
+    trainer.strategy._checkpoints._in_background = True
+    wanted = trainer.lightning_module.net[0].weight.full_tensor().clone() + 1.0
+
+    def slowly(*args, **kwargs):
+        time.sleep(1.0)
+        write_single_file(*args, **kwargs)
+
+    monkeypatch.setattr("hyperpod_plugins.lightning.checkpoint_io.write_single_file", slowly)
+    with torch.no_grad():
+        trainer.lightning_module.net[0].weight.add_(1.0)
+    trainer.save_checkpoint(file)
+    with torch.no_grad():
+        trainer.lightning_module.net[0].weight.zero_()
+    trainer.strategy.load_checkpoint(file)
+    assert torch.equal(trainer.lightning_module.net[0].weight.full_tensor(), wanted)
+    trainer.strategy._checkpoints.close()
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o000])
+def test_a_restart_trusts_the_folder_whatever_others_may_write(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        fit_with_files(tmp_path, 2, strategy=HyperPodStrategy(save_distributed_checkpoint=False))
+    finally:
+        os.umask(before)
+    folder = shards_path(tmp_path / "kept" / "step=2.ckpt")
+    assert not [each.name for each in (folder, *folder.iterdir()) if each.stat().st_mode & 0o022]
+
+
+def act_slowly_and_wrongly(folder):
+    dist.init_process_group("gloo")
+    writer = CheckpointWriter(timeout_s=6.0)
+    model = torch.nn.Linear(2, 2)
+    writer.save(folder / "some", model=model)
+    done = folder / "done"
+    writer.when_written_by_first("it is not done", lambda: (time.sleep(12.0), done.touch()))  # longer than the timeout
+    assert done.exists()
+    with pytest.raises(CheckpointError, match="it is not done"):
+        writer.when_written_by_first("it is not done", lambda: done.rename(folder / "absent" / "there"))
+    writer.save(folder / "more", model=model)
+    writer.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.spawns
+def test_other_ranks_wait_for_the_first_one_as_long_as_it_takes(tmp_path):
+    run_ranks(act_slowly_and_wrongly, tmp_path, world_size=2, timeout_s=120.0)

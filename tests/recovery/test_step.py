@@ -48,6 +48,8 @@ class Others:
     def wait_for_stops(self, number):
         return SimpleNamespace(step=self.outside)
 
+    stopped_s = 0.0
+
     def end_generation(self):
         return FailureRecord(kind="collective", cause="a test")
 

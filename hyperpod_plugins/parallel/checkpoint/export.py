@@ -10,6 +10,7 @@ gets its name.
 """
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from hyperpod_plugins.parallel.checkpoint.files import find, incomplete_path, re
 from hyperpod_plugins.parallel.checkpoint.safetensors import check_installed, name_of_file, plan_files, write_index
 from hyperpod_plugins.parallel.checkpoint.save_load import MODEL, optimizer_prefix, read_tensors, with_prefix
 from hyperpod_plugins.parallel.checkpoint.state import CURRENT, NUM_AVERAGED
+from hyperpod_plugins.whole_file import sync_folder
 
 ExportForm = Literal["lightning", "safetensors", "hf", "dcp", "consolidated"]
 FORMS: tuple[ExportForm, ...] = get_args(ExportForm)
@@ -264,15 +266,19 @@ def _check_target(destination: Path, source: Path, *, overwrite: bool) -> None:
 def _replace(destination: Path, part: Path) -> None:
     """Give what was written its name; an earlier export of that name is removed only then."""
     old = previous_path(destination)
-    if destination.exists():
-        _remove(old)
-        destination.rename(old)
-    part.rename(destination)
+    if part.is_file() and not destination.is_dir():
+        part.replace(destination)
+    else:
+        if destination.exists():
+            _remove(old)
+            destination.rename(old)
+        part.rename(destination)
+    sync_folder(destination.parent)
     _remove(old)
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -281,6 +287,8 @@ def _remove(path: Path) -> None:
 def _write_file(content: dict[str, Any], part: Path, *, weights_only: bool) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, part)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
     found = torch.load(part, map_location="cpu", weights_only=weights_only, mmap=True)
     _compare(_tensors_in(content), _tensors_in(found), part)
 

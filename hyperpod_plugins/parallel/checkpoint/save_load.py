@@ -44,6 +44,7 @@ from hyperpod_plugins.parallel.checkpoint.dcp_storage import (
 )
 from hyperpod_plugins.parallel.checkpoint.files import (
     FORMAT,
+    any_rank,
     discard,
     find,
     incomplete_path,
@@ -70,6 +71,8 @@ from hyperpod_plugins.parallel.checkpoint.state import (
 
 MODEL = "model."
 """Prefix of the names of the model's tensors in a checkpoint."""
+_TELL_S = 5.0
+"""How often the first rank tells the others that it is still at work, in seconds."""
 WRITE_TIMEOUT_S = 3600.0  # maximum wait for a background save, in seconds
 
 
@@ -196,14 +199,15 @@ class CheckpointWriter:
         document = _document(model, parts.descriptions, extra)
         _write({}, document, Path(path), self._group, RankStates(rank_state or {}), named)
 
-    def when_written_on_all(self, failure: str, action: Callable[[], None]) -> None:
-        """Call `action` on the group's first rank once the last save is complete, and wait for it on all others.
+    def when_written_by_first(self, failure: str, action: Callable[[], None]) -> None:
+        """Call `action` on the group's first rank once the last save is complete; the others wait until it has ended.
 
-        In the background if the save is written there. All ranks call this, after the save.
+        In the background if the save is written there. All ranks call this, after the save. The action may take any
+        time: the ranks hear from the first one every few seconds.
 
         Args:
             failure: what an error of `action` means, for the message.
-            action: must not communicate.
+            action: must not communicate; called in a thread of its own.
 
         Raises:
             CheckpointError: the action failed, if no background save is pending; otherwise `wait` raises it.
@@ -212,9 +216,15 @@ class CheckpointWriter:
         generation = generation_of(group)
 
         def act() -> None:
-            with pin_generation(group, generation), raise_on_all_ranks(failure, group, expected=(Exception,)):
-                if group is None or dist.get_rank(group) == 0:
-                    action()
+            with ThreadPoolExecutor(max_workers=1) as thread, pin_generation(group, generation):
+                is_first = group is None or dist.get_rank(group) == 0
+                acting = thread.submit(action) if is_first else _finished()
+                is_done = False
+                while not is_done:
+                    wait_for_futures([acting], _TELL_S)
+                    is_done = not any_rank(not acting.done(), group)
+                with raise_on_all_ranks(failure, group, expected=(Exception,)):
+                    acting.result()
 
         self.when_written(act)
 
