@@ -84,7 +84,7 @@ def test_refused_at_once(given, error, words):
     ("name", "text", "words"),
     [
         ("none.json", None, "cannot be read"),
-        ("policy.json", "minReplicas: 2", "is no JSON"),
+        ("policy.json", "minReplicas: 2", "is not JSON"),
         ("policy.yaml", "a: [", "is no YAML"),
         ("policy.yml", "- 1", "no table"),
     ],
