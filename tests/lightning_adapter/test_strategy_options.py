@@ -73,7 +73,7 @@ def test_wrong_options_are_refused_when_the_strategy_is_made():
 
 
 def test_what_only_running_processes_know_is_refused_before():
-    with pytest.raises(ConfigError, match="only after the Trainer has set up"):
+    with pytest.raises(ConfigError, match="only once the Trainer has set up"):
         _ = HyperPodStrategy().topology
 
 
