@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -183,11 +184,20 @@ def test_a_trainer_s_checkpoints_are_files(tmp_path, in_background):
         torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
 
+@contextmanager
+def trained_alone(folder):
+    """A Trainer of one process that has trained two steps, with its checkpoint as a file."""
+    trainer, _, _ = fit_with_files(folder, 2, strategy=HyperPodStrategy(save_distributed_checkpoint=False))
+    try:
+        yield trainer, folder / "kept" / "step=2.ckpt"
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def one_rank(tmp_path):
-    """A Trainer of one process that has trained two steps, with its checkpoint as a file."""
-    trainer, _, _ = fit_with_files(tmp_path, 2, strategy=HyperPodStrategy(save_distributed_checkpoint=False))
-    return trainer, tmp_path / "kept" / "step=2.ckpt"
+    with trained_alone(tmp_path) as found:
+        yield found
 
 
 def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_with_it(one_rank):
@@ -271,10 +281,10 @@ def test_a_checkpoint_that_is_being_written_is_complete_before_it_is_read(one_ra
 def test_a_restart_trusts_the_folder_whatever_others_may_write(tmp_path, mask):
     before = os.umask(mask)
     try:
-        fit_with_files(tmp_path, 2, strategy=HyperPodStrategy(save_distributed_checkpoint=False))
+        with trained_alone(tmp_path) as (_, file):
+            folder = shards_path(file)
     finally:
         os.umask(before)
-    folder = shards_path(tmp_path / "kept" / "step=2.ckpt")
     assert not [each.name for each in (folder, *folder.iterdir()) if each.stat().st_mode & 0o022]
 
 

@@ -85,7 +85,8 @@ def test_state_before_init(installed):
 def test_what_is_not_there_of_the_state(installed):
     tsm = importlib.import_module("torch.sagemaker")
     with pytest.raises(
-        AttributeError, match=r"get_rng_state_tracker has no counterpart.*Leave Transformer Engine.s checkpoint function"
+        AttributeError,
+        match=r"get_rng_state_tracker has no counterpart.*Leave Transformer Engine.s checkpoint",
     ):
         _ = tsm.state.get_rng_state_tracker
     with pytest.raises(AttributeError, match=r"state\.other has no counterpart.*there are .*cp_rank, .*world_size"):
