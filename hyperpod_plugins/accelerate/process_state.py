@@ -72,7 +72,7 @@ def use_cpu() -> None:
     if has_joined():
         raise ConfigError(
             "accelerator(cpu=True) comes too late: this process has joined its process group with a GPU, as a Session "
-            "does. Set ACCELERATE_USE_CPU=true before the program starts, or use `accelerate launch --cpu`."
+            "does. Hide the GPUs from all processes: set CUDA_VISIBLE_DEVICES to an empty string."
         )
     choose_cpu()
 

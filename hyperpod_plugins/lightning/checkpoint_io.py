@@ -172,7 +172,7 @@ class TrainerCheckpoints:
         average: CallbackAverage | None,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Load the folder `path` into module and optimizers, and return the rest in the form that Lightning expects.
+        """Load the folder that `at` returned into module and optimizers, and return the rest as Lightning expects it.
 
         An `average` is loaded too, or starts from the module's weights if the checkpoint has none.
 
@@ -180,8 +180,6 @@ class TrainerCheckpoints:
             CheckpointDamaged: `path` is not a checkpoint, or an interrupted one.
             CheckpointMismatch: the checkpoint is of another model or of other optimizers.
         """
-        if self._writer is not None:
-            self._writer.wait()
         extra = load_checkpoint(
             path,
             model=module,

@@ -677,7 +677,9 @@ class HyperPodStrategy(ModelParallelStrategy):
         self._recovery.fit.note_save(str(filepath), str(path))
         self._write(checkpoint, path, storage_options)
 
-    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None, **form: bool) -> None:
+    def _write(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None, *, may_be_file: bool = True
+    ) -> None:
         self._checkpoints.save(
             path,
             checkpoint,
@@ -686,7 +688,7 @@ class HyperPodStrategy(ModelParallelStrategy):
             average=self._average,
             rank_state={self.global_rank: self._rank_local_part(checkpoint)},
             storage_options=storage_options,
-            **form,
+            may_be_file=may_be_file,
         )
 
     def _rank_local_part(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

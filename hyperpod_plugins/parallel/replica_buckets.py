@@ -164,18 +164,18 @@ class GradientBuckets:
         """Follow the gradients of the parameters that are gathered now, before they are computed with."""
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self.forget()  # an exception has ended a backward
-        for slot in self._slots:
+        for index, slot in enumerate(self._slots):
             whole = slot.of_fsdp._unsharded_param
             if slot.whole is not whole or (slot.node is None and whole.requires_grad):
-                self._follow(slot, whole)
+                self._follow(index, slot, whole)
 
-    def _follow(self, slot: _Slot, whole: torch.Tensor) -> None:
+    def _follow(self, index: int, slot: _Slot, whole: torch.Tensor) -> None:
         if slot.handle is not None:
             slot.handle.remove()
         slot.whole, slot.node, slot.handle = whole, None, None
         if whole.requires_grad:
             slot.node = get_gradient_edge(whole).node
-            slot.handle = slot.node.register_hook(partial(_take, ref(self), self._slots.index(slot)))
+            slot.handle = slot.node.register_hook(partial(_take, ref(self), index))
 
     def begin_backward(self) -> None:
         """Forget a backward that has not ended, if this is another one."""

@@ -5,15 +5,14 @@ micro-batches of each step, however many ranks there are. Which samples it has i
 process that replaces a lost one, or another number of processes, continue anywhere.
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from hyperpod_plugins.data.random_numbers import preserve_generators, seed_host_generators
 from hyperpod_plugins.errors import ConfigError
 
 _NUM_SLOTS = 2**45
@@ -150,7 +149,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         """The samples of each micro-batch of an epoch, in the order in which they are dealt to the ranks."""
         if self._order.epoch != epoch:
             sampler = self._batches.sampler
-            with _RandomNumbers(self._seed + epoch):
+            with preserve_generators():
+                seed_host_generators(self._seed + epoch)
                 if "generator" in getattr(sampler, "__dict__", {}):
                     vars(sampler)["generator"] = torch.Generator().manual_seed(self._seed + epoch)
                 set_epoch = getattr(sampler, "set_epoch", None)
@@ -195,7 +195,7 @@ class EpochLength:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Nobody reads it: the session does."""
+        """Refuse: the session reads the batches."""
         raise TypeError("the batches of the training are read by the session")
 
 
@@ -206,27 +206,6 @@ class _LastOrder:
 
     def __init__(self) -> None:
         self.epoch, self.batches = -1, list[list[int]]()
-
-
-class _RandomNumbers:
-    """Context in which the global generators of this process begin with a seed; they continue afterwards."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        """Keep the generators, and begin with the seed."""
-        self._kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        torch.default_generator.manual_seed(self._seed)
-        np.random.seed(self._seed % 2**32)
-        random.seed(self._seed)
-
-    def __exit__(self, *error: object) -> None:
-        """Put the generators back."""
-        of_torch, of_numpy, of_python = self._kept
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
 
 
 def only(items: Sequence[Any]) -> Any:

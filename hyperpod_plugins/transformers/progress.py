@@ -54,11 +54,10 @@ class TrainerProgress:
         trainer = self._trainer
         if len(trainer.state.log_history) != self._history[0]:
             self._history = len(trainer.state.log_history), _text(trainer.state.log_history)
-        names = (field.name for field in dataclasses.fields(TrainerState) if field.name not in _NOT_SHARED)
         text = _text(
             {
                 "call": self._call,
-                "state": {name: getattr(trainer.state, name) for name in names},
+                "state": {name: getattr(trainer.state, name) for name in _names_of(trainer.state)},
                 "control": trainer.control.state()["args"],
                 "numbers": {name: getattr(trainer, name) for name in self.NUMBERS},
                 "callbacks": [each.state() for each in self._stateful()],
@@ -80,20 +79,21 @@ class TrainerProgress:
             return
         self._known = kept[_STATE], kept[_HISTORY]
         values = json.loads(kept[_STATE])
-        for name, value in values["state"].items():
-            setattr(trainer.state, name, value)
+        for name in _names_of(trainer.state):
+            if name in values["state"]:  # not of a checkpoint by another version of transformers
+                setattr(trainer.state, name, values["state"][name])
         trainer.state.max_steps, trainer.state.num_train_epochs = self._length
         trainer.state.log_history = json.loads(kept[_HISTORY])
         self._history = len(trainer.state.log_history), kept[_HISTORY]
-        for name, value in values["numbers"].items():
-            setattr(trainer, name, value)
+        for name in self.NUMBERS:
+            setattr(trainer, name, values["numbers"][name])
         trainer._tr_loss = kept[_LOSS].detach().clone().to(trainer.args.device)
         is_own = values["call"] == self._call
         if is_own or trainer.args.restore_callback_states_from_checkpoint:
             trainer.control = TrainerControl(**values["control"])
             for callback, state in zip(self._stateful(), values["callbacks"], strict=True):
-                for name, value in state["attributes"].items():
-                    setattr(callback, name, value)
+                for name in callback.state()["attributes"].keys() & state["attributes"].keys():
+                    setattr(callback, name, state["attributes"][name])
         if not is_own:
             self._continue_from()
 
@@ -150,3 +150,8 @@ def _text(value: Any) -> str:
             f"the state of the Trainer cannot be given to another process: {error}. Log plain numbers and text, and "
             "return such from the state() of callbacks."
         ) from None
+
+
+def _names_of(state: TrainerState) -> list[str]:
+    """The attributes of a Trainer's state that all ranks share."""
+    return [field.name for field in dataclasses.fields(state) if field.name not in _NOT_SHARED]

@@ -60,6 +60,8 @@ _SESSION_FOLDER = "hyperpod"
 _STATE_FILE = "trainer_state.json"
 _PLAN_FILE = "hyperpod.json"
 """File in a checkpoint that says how its steps were divided."""
+_MOST = 2**31
+"""Of each number in it."""
 
 
 class HyperPodTrainerMixin(_Base):
@@ -440,8 +442,16 @@ def _checkpoint_of(given: str | bool | None, folder: Path) -> str:
 
 def _plan_in(checkpoint: str) -> dict[str, int] | None:
     """How the steps of a checkpoint were divided; None if the folder is not there, or was not written by this class."""
-    path = Path(checkpoint, _PLAN_FILE)
-    return json.loads(path.read_text()) if path.is_file() else None
+    try:
+        found = json.loads(Path(checkpoint, _PLAN_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    match found:
+        case {"num_ranks": int(num_ranks), "accumulation": int(accumulation), "batch_size": int(batch_size)}:
+            plan = {"num_ranks": num_ranks, "accumulation": accumulation, "batch_size": batch_size}
+            return plan if all(0 < each <= _MOST for each in plan.values()) else None
+        case _:
+            return None
 
 
 def _continued(

@@ -201,7 +201,7 @@ def one_rank(tmp_path):
 
 
 def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_with_it(one_rank):
-    _, file = one_rank
+    trainer, file = one_rank
     folder = shards_path(file)
     assert with_shards(file) == with_shards(file.with_name("last.ckpt")) == folder
     content = file.read_bytes()
@@ -215,6 +215,8 @@ def test_a_file_belongs_to_its_folder_only_with_the_contents_that_were_written_w
     for damaged in (b"not an archive", content[: len(content) // 2], b""):
         file.write_bytes(damaged)
         assert with_shards(file) == file
+    trainer.save_checkpoint(file)  # what is damaged is replaced like any other
+    assert with_shards(file) == folder
     file.unlink()
     assert with_shards(file) == folder  # the process was lost before it could write the file
     file.with_name(".step=2.ckpt.old").mkdir()  # what an interrupted save of a folder leaves

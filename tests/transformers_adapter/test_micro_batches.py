@@ -21,7 +21,7 @@ from hyperpod_plugins.transformers.refusals import (
     refused_model,
     refused_optimizer,
 )
-from hyperpod_plugins.transformers.trainer import _continued
+from hyperpod_plugins.transformers.trainer import _continued, _plan_in
 
 
 @given(
@@ -150,3 +150,25 @@ def test_sums_of_a_trainer_are_put_back_in_place():
     attributes.load_state_dict(before)
     assert trainer._metrics["train"] is of_train == {"loss": [1.0]}
     assert trainer.tokens == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"num_ranks": 2, "accumulation": 1}',
+        '{"num_ranks": "2", "accumulation": 1, "batch_size": 4}',
+        '{"num_ranks": 0, "accumulation": 1, "batch_size": 4}',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_says_nothing_of_steps_is_no_checkpoint_of_this_class(tmp_path, text):
+    plan = {"num_ranks": 2, "accumulation": 1, "batch_size": 4}
+    path = tmp_path / "hyperpod.json"
+    path.write_text('{"num_ranks": 2, "accumulation": 1, "batch_size": 4, "loader": "of another"}')
+    assert _plan_in(str(tmp_path)) == plan
+    path.write_text(text)
+    assert _plan_in(str(tmp_path)) is None
+    with pytest.raises(ConfigError, match="was not written by HyperPodTrainer"):
+        _continued(plan, _plan_in(str(tmp_path)), str(tmp_path), is_elastic=False)

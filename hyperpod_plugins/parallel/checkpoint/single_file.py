@@ -43,8 +43,12 @@ def _replaced_path(file: Path) -> Path:
 
 def begin_replacing(file: Path) -> None:
     """Note, in one process, which file is about to be replaced, before the folder of the new checkpoint is written."""
-    if file.is_file():
-        _write(_replaced_path(file), _contents_of(file))
+    remove_notes(file)
+    try:
+        contents = _contents_of(file)
+    except _UNREADABLE:  # there is no file, or it is not a checkpoint
+        return
+    _write(_replaced_path(file), contents)
 
 
 def write_single_file(folder: Path, file: Path, *, is_trusted: bool) -> None:
@@ -63,7 +67,7 @@ def write_single_file(folder: Path, file: Path, *, is_trusted: bool) -> None:
     weights_only = not (is_trusted or _is_of_this_user(folder))  # it comes from this job
     export_checkpoint(folder, file, "lightning", weights_only=weights_only, overwrite=True)
     _write(folder / _FILE, _contents_of(file))
-    _replaced_path(file).unlink(missing_ok=True)
+    remove_notes(file)
 
 
 def write_missing_files(beside: Path, *, is_trusted: bool) -> None:
@@ -84,7 +88,7 @@ def write_missing_files(beside: Path, *, is_trusted: bool) -> None:
 
 
 def remove_notes(file: Path) -> None:
-    """Remove what is left beside a checkpoint that is removed."""
+    """Remove the note of `begin_replacing`, if there is one."""
     _replaced_path(file).unlink(missing_ok=True)
 
 
@@ -118,10 +122,10 @@ def _without_links(path: Path) -> Path:
 
 
 def _is_of_same_owner(folder: Path, file: Path) -> bool:
-    """Whether nobody else has put the folder beside the file."""
+    """Whether no other user has put the folder beside the file."""
     owner = file.stat().st_uid if file.exists() else file.parent.stat().st_uid
     status = folder.stat()
-    return status.st_uid in (owner, os.geteuid()) and not status.st_mode & _OF_OTHERS
+    return (status.st_uid == owner and not status.st_mode & _OF_OTHERS) or _is_of_this_user(folder)
 
 
 def _is_of_this_user(folder: Path) -> bool:
