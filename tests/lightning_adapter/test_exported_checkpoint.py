@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from hyperpod_plugins.errors import CheckpointError
 from hyperpod_plugins.lightning import HyperPodStrategy
 from hyperpod_plugins.parallel import CheckpointWriter
+from hyperpod_plugins.parallel.checkpoint import save_load
 from hyperpod_plugins.parallel.checkpoint.export import export_checkpoint
 from hyperpod_plugins.parallel.checkpoint.single_file import shards_path, with_shards, write_single_file
 from hyperpod_plugins.recovery.protocols import RESHARD
@@ -292,7 +293,8 @@ def test_a_restart_trusts_the_folder_whatever_others_may_write(tmp_path, mask):
 
 def act_slowly_and_wrongly(folder):
     dist.init_process_group("gloo")
-    writer = CheckpointWriter(timeout_s=6.0)
+    save_load._TELL_S = 0.5  # much less than the timeout, also on a slow machine
+    writer = CheckpointWriter(timeout_s=10.0)
     model = torch.nn.Linear(2, 2)
     writer.save(folder / "some", model=model)
     done = folder / "done"
